@@ -1,7 +1,7 @@
 """Reinforcement learning post-training that never learns from data older than the bound you asked for.
 
-``load``, ``run``, ``connect``, ``TrainerClient`` and ``Trace``, what they return (``Run``, ``Result``) and the errors
-that they raise, are all there is to it from Python; docs/python.md shows them at work.
+The public API consists of ``load``, ``run``, ``connect``, ``TrainerClient``, ``Trace``, their results (``Run``,
+``Result``) and the errors that they raise; see docs/python.md for examples.
 """
 
 from importlib import import_module
@@ -44,11 +44,11 @@ _ELSEWHERE = {
     "Refused": _ERRORS,
     "Unavailable": _ERRORS,
 }
-"""What a training loop on another machine needs comes without the rest of ``staleflow.api``."""
+"""Names that a training loop on another machine imports, without the rest of ``staleflow.api``."""
 
 
 def __getattr__(name: str) -> object:
-    """Nothing is imported before it is asked for: ``import staleflow`` costs nothing."""
+    """Import public names on first use, which keeps ``import staleflow`` fast."""
     if name in __all__:
         return getattr(import_module(_ELSEWHERE.get(name, "staleflow.api")), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

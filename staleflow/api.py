@@ -1,4 +1,4 @@
-"""Runs and traces from Python: a script, a notebook, a test.
+"""Python API for runs and traces, for scripts, notebooks and tests.
 
 Nothing here belongs to an event loop, so all of it works where one is running already.
 """
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 TRACE = "trace.jsonl"
 POLL_INTERVAL_S = 0.1
-"""Between two looks at whether a worker has joined the run."""
+"""Seconds between two checks whether a worker has attached to the run."""
 LAST_LINE_S = 1.0
-"""In which the last line of a process that has ended is read; a process that it started may hold the pipe."""
+"""Seconds to read the last line of a process that has ended; a process that it started may keep the pipe open."""
 
 
 def run(
@@ -55,14 +55,14 @@ def run(
     resume: bool = False,
     progress: bool = True,
 ) -> "Result":
-    """Start every role of a configuration on this machine and train; returns when all of them have ended.
+    """Start every role of a configuration on this machine and train; return when all processes have ended.
 
-    ``config``: a file, or what ``load`` made of one. ``overrides``: ``"trainer.steps=4"``, as on the command line.
-    ``run_dir``: default ``runs/NAME-TIMESTAMP``. ``resume``: go on there; a finished run is left as it is.
-    ``progress``: a line every few seconds.
+    ``config``: a file, or the result of ``load``. ``overrides``: ``"trainer.steps=4"``, as on the command line.
+    ``run_dir``: default ``runs/NAME-TIMESTAMP``. ``resume``: continue there; a finished run is unchanged.
+    ``progress``: print a line every few seconds.
     An interrupt (Ctrl-C, a notebook's stop button) drains the run, and is the result's ``outcome``.
 
-    ``ConfigError`` for whatever is wrong with the configuration, before anything is started.
+    Raise ``ConfigError`` for an invalid configuration before any process starts.
     """
     if isinstance(config, Config):
         if overrides:
@@ -72,24 +72,24 @@ def run(
         chosen = config
     else:
         chosen = load(config, overrides)
-    with _said_here():
+    with _argument_names():
         folder = rundir.choose(chosen, None if run_dir is None else Path(run_dir), resume=resume)
-    if resume and (done := summary.finished(folder, chosen.trainer.steps)) is not None:
+    if resume and (finished := summary.finished(folder, chosen.trainer.steps)) is not None:
         if progress:
-            sys.stdout.write(f"{summary.how_to_go_on(done, chosen)}\n")
+            sys.stdout.write(f"{summary.how_to_continue(finished, chosen)}\n")
         return Result(folder)
     present(chosen)
     check_free(chosen, folder)
     view = with_writers(_view(chosen, folder, progress), chosen, folder)
     command = f"staleflow.run(..., run_dir={str(folder)!r}, resume=True)"
-    with _said_here(), rundir.claim(chosen, folder, resume=resume, command=command):
+    with _argument_names(), rundir.claim(chosen, folder, resume=resume, command=command):
         Supervisor(chosen, folder, view, command).run()
     return Result(folder)
 
 
 @contextmanager
-def _said_here() -> Generator[None]:
-    """What the command line calls by its options has the names of arguments here."""
+def _argument_names() -> Generator[None]:
+    """Rewrite command-line option names in errors as argument names of this API."""
     try:
         yield
     except ConfigError as error:
@@ -103,28 +103,28 @@ def _said_here() -> Generator[None]:
 def _view(config: Config, folder: Path, progress: bool) -> View:
     from staleflow.monitor.plain import PlainView
 
-    return PlainView(sys.stdout, config.name, run_dir=folder) if progress else _Silence()
+    return PlainView(sys.stdout, config.name, run_dir=folder) if progress else _SilentView()
 
 
-class _Silence:
-    """A view that shows nothing."""
+class _SilentView:
+    """View that prints nothing."""
 
     def start(self) -> None: ...
     def show(self, snapshot: Snapshot) -> None: ...
-    def say(self, text: str) -> None: ...
+    def notify(self, text: str) -> None: ...
     def stop(self) -> None: ...
     def summary(self, summary: summary.Summary) -> None: ...
 
 
 @dataclass(frozen=True)
 class Result:
-    """A run that has ended, by its directory."""
+    """A run that has ended, identified by its directory."""
 
     run_dir: Path
 
     @cached_property
     def summary(self) -> summary.Summary:
-        """What ``summary.json`` says: outcome, steps, rewards, staleness, tokens, time."""
+        """Content of ``summary.json``: outcome, steps, rewards, staleness, tokens, time."""
         found = summary.read(self.run_dir)
         if found is None:
             raise ConfigError("run directory", str(self.run_dir), "it has no summary.json: the run has not ended")
@@ -132,25 +132,25 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """The run finished or was drained, and no group was trained beyond the bound."""
+        """True if the run finished or was drained, and no group was trained beyond the bound."""
         return self.summary.good
 
     @property
     def config(self) -> Config:
-        """That the run was made with."""
+        """Configuration of the run."""
         return read_run(self.run_dir)
 
     @property
     def trace(self) -> "Trace":
-        """Everything that happened."""
+        """Trace of the run."""
         return Trace.open(self.run_dir)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of ``metrics.jsonl``, one a step and one an evaluation; numbers by name."""
+        """Return the lines of ``metrics.jsonl``, one per step and evaluation, as values by metric name."""
         return metric_lines(self.run_dir / "metrics.jsonl")
 
     def report(self, path: Path | str | None = None) -> Path:
-        """Write one HTML page about the run, by default ``report.html`` in its directory; where it is."""
+        """Write the HTML report, by default ``report.html`` in the run directory, and return its path."""
         from staleflow.report.page import report
 
         target = self.run_dir / "report.html" if path is None else Path(path)
@@ -159,10 +159,10 @@ class Result:
 
 
 def connect(where: Path | str, *, timeout_s: float = 5.0) -> "Run":
-    """A run that is under way, by its directory or its scheduler's address (``tcp://...``, ``ipc://...``).
+    """Connect to a running run by its directory or its scheduler's address (``tcp://...``, ``ipc://...``).
 
-    ``ConfigError`` if there never was one, or by its directory if it has ended; ``Unavailable`` if its scheduler does
-    not answer within ``timeout_s``.
+    Raise ``ConfigError`` if the run does not exist or, given its directory, has ended. Raise ``Unavailable`` if its
+    scheduler does not answer within ``timeout_s``.
     """
     text = str(where)
     if "://" in text:
@@ -174,21 +174,21 @@ def connect(where: Path | str, *, timeout_s: float = 5.0) -> "Run":
 
 
 def _check_under_way(folder: Path, address: str) -> None:
-    """``ConfigError`` where nobody can answer: there is a summary or a socket of this machine, and nobody listens."""
+    """Raise ``ConfigError`` if no scheduler can answer: none listens, and a summary or a local socket path exists."""
     found = summary.read(folder)
     if may_answer(address) or not (found or address.startswith("ipc://")):
         return
     ended = f"{found.outcome}, {found.steps:,} of {found.steps_wanted:,} steps" if found else "or was never started"
-    read = "staleflow.Result(Path(...)) and staleflow.Trace.open read what a run leaves"
-    raise ConfigError("run", str(folder), f"nobody answers there: it has ended ({ended}); {read}")
+    read = "read its files with staleflow.Result(Path(...)) or staleflow.Trace.open"
+    raise ConfigError("run", str(folder), f"no scheduler listens: the run has ended ({ended}); {read}")
 
 
 class Run:
-    """A run that is under way, looked at from outside. Close it, or use ``with``."""
+    """Client of a running run. Close it, or use ``with``."""
 
     def __init__(self, address: str, run_dir: Path | None, timeout_s: float) -> None:
         self.address = address
-        """Of its scheduler."""
+        """Address of its scheduler."""
         self._timeout_s = timeout_s
         self._folder = run_dir
         known = read_run(run_dir).security if run_dir else None
@@ -200,9 +200,9 @@ class Run:
             self._admin.close()
             raise
         self.config = from_json(attached.config)
-        """That the run was made with."""
+        """Configuration of the run."""
         self.run_dir = run_dir or Path(attached.run_dir)
-        """On the scheduler's machine."""
+        """Run directory on the scheduler's machine."""
 
     def __enter__(self) -> Self:
         return self
@@ -211,31 +211,34 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Let go of the connection; the run goes on. May be called again."""
+        """Close the connection; the run continues. Calling it again has no effect."""
         self._admin.close()
 
     def status(self) -> dict[str, Any]:
-        """What ``staleflow status --json`` prints: phase, ledger, window, instances, workers, stages, metrics ..."""
+        """Return the values of ``staleflow status --json``: phase, ledger, window, instances, workers, metrics …"""
         values = self._admin.status(timeout_s=self._timeout_s)
         return {"phase": phase_of(values), **values}
 
     def why(self) -> str:
-        """What anything waits for, in one sentence."""
+        """Return one sentence on what the run waits for."""
         status = self.status()
         return str(status.get("error") or status.get("why") or "nothing waits")
 
     @property
     def trace(self) -> "Trace":
-        """Everything that happened so far; on the scheduler's machine only."""
+        """Trace of the run so far; available on the scheduler's machine only."""
         return Trace.open(self.run_dir)
 
     def drain(self, why: str = "asked from Python") -> None:
-        """End the run early: train what is under way, lease nothing new. What is acknowledged is kept; the run can be
-        resumed. Returns once the scheduler has stored it, before the run has ended."""
+        """End the run early: train the groups in flight and lease no new ones.
+
+        Acknowledged trajectories are kept, and the run can be resumed. Return once the scheduler has stored the drain,
+        before the run has ended.
+        """
         self._admin.drain(why, timeout_s=self._timeout_s)
 
     def trainer(self, name: str = "trainer", *, rank: int = 0, world: int = 1) -> "TrainerClient":
-        """A training loop's side of the service: ``join``, ``batches``, ``commit``. docs/python.md has a whole loop."""
+        """Return a client for a training loop: ``join``, ``batches``, ``commit``. For an example see docs/python.md."""
         from staleflow.clients.trainer.client import TrainerClient
         from staleflow.configs.loading.load import config_sha
 
@@ -245,7 +248,7 @@ class Run:
         )
 
     def attach(self, role: Literal["rollout", "stage"], name: str = "", *, stage: str = "reward") -> "Worker":
-        """Start one more engine, or one more worker of a stage, as a process on this machine.
+        """Start another engine, or another worker of a stage, as a process on this machine.
 
         Returns once the run has taken it in. ``ConfigError`` with its last line if it ends before.
         """
@@ -269,23 +272,23 @@ class Run:
         return worker
 
     def _has(self, name: str, pid: int) -> bool:
-        """Whether the run has taken that process in."""
+        """Return whether that process has attached to the run."""
         workers = self._admin.status(timeout_s=self._timeout_s)["workers"]
         return any(worker["name"] == name and worker["pid"] == pid and worker["alive"] for worker in workers)
 
 
 class Worker:
-    """A process that ``Run.attach`` started. It leaves by itself when the run ends; at the latest with its ``with``."""
+    """A process that ``Run.attach`` started. It exits when the run ends, or at the end of its ``with`` block."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
-        """``process``: with its standard error as a pipe, which is passed on."""
+        """``process`` must have a pipe as standard error, whose lines are forwarded."""
         self._process = process
         self._last = ""
-        self._reader = threading.Thread(target=self._pass_on, name="worker's output", daemon=True)
+        self._reader = threading.Thread(target=self._forward_stderr, name="worker's output", daemon=True)
         self._reader.start()
         self.pid = process.pid
 
-    def _pass_on(self) -> None:
+    def _forward_stderr(self) -> None:
         assert self._process.stderr is not None
         with self._process.stderr as lines:
             for line in lines:
@@ -293,7 +296,7 @@ class Worker:
                 sys.stderr.write(line)
 
     def last_line(self) -> str:
-        """The last line that it printed, after its end."""
+        """Return the last line that the process printed, once it has ended."""
         self._reader.join(LAST_LINE_S)
         return self._last
 
@@ -305,11 +308,11 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not ended."""
+        """True while the process runs."""
         return self._process.poll() is None
 
     def leave(self, timeout_s: float = 15.0) -> int:
-        """Ask it to go: what it has finished is delivered, the rest is dealt to others. Its exit code."""
+        """Stop the worker and return its exit code; it delivers finished groups and releases the others."""
         self._process.terminate()
         try:
             return self._process.wait(timeout_s)
@@ -319,14 +322,14 @@ class Worker:
 
 
 class Trace:
-    """What the ledger did, one event a line; of a run that goes on, everything up to now."""
+    """The trace of a run, one event per line; for a running run, everything up to now."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """A ``trace.jsonl``, or the run directory that has one. ``ConfigError`` when there is none."""
+        """Open a ``trace.jsonl`` or a run directory that contains one. Raise ``ConfigError`` if there is none."""
         file = Path(path)
         file = file / TRACE if file.is_dir() else file
         if not file.is_file():
@@ -343,19 +346,19 @@ class Trace:
         return f"Trace({str(self.path)!r}, {lines:,} lines, run {run})"
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Each event as it stands in the file; ``ev`` says which, ``staleflow.trace.events`` what it has."""
+        """Yield each event as a mapping; ``ev`` is its kind, and ``staleflow.trace.events`` defines the fields."""
         return read_events(self.path)
 
     def check(self) -> AuditReport:
-        """Recount all of it: hash chain, the bound, exactly-once, fencing. ``ok``, ``violations``, ``checks``."""
+        """Audit hash chain, bound, exactly-once and fencing. The report has ``ok``, ``violations``, ``checks``."""
         return audit(self.path)
 
     def story(self, group: int) -> list[dict[str, Any]]:
-        """Every event about a group, from its lease to its end, and of the batches that it was in."""
+        """Return every event about a group, from its lease to its end, and about the batches that contained it."""
         return events_about(self.path, group)
 
     def to_frame(self, *kinds: str) -> Any:
-        """The events as a ``pandas.DataFrame``, of ``kinds`` only if any are given: ``to_frame("push", "release")``.
+        """Return the events as a ``pandas.DataFrame``, filtered by ``kinds`` if given: ``to_frame("push", "release")``.
 
         ``seconds`` since the first event, ``time`` of day (UTC), ``name`` of a worker without its process's number,
         then the events' own fields; None where an event has none. ``ConfigError`` without pandas, the extra ``frames``.
@@ -365,7 +368,7 @@ class Trace:
         return tables.frame(tables.columns(self, kinds))
 
     def to_arrow(self, *kinds: str) -> Any:
-        """The same as a ``pyarrow.Table`` (the extra ``parquet``); lists and structs keep their types."""
+        """Return the events as a ``pyarrow.Table`` (extra ``parquet``); lists and structs keep their types."""
         from staleflow.report import tables
 
         return tables.table(tables.columns(self, kinds))

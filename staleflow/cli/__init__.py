@@ -1,4 +1,7 @@
-"""The command line: one file a verb. Only click is imported before a verb is chosen, and heavy things inside it."""
+"""The command line, one module per verb.
+
+Until a verb is chosen, only click is imported; verbs import torch and other heavy packages inside their functions.
+"""
 
 from staleflow.cli.main import main
 

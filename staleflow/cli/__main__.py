@@ -1,7 +1,7 @@
-"""``python -m staleflow.cli``: how the supervisor starts each role.
+"""``python -m staleflow.cli``: the command with which the supervisor starts each role.
 
-The process ends at once when its role has: everything is durable by then, and tearing down torch takes seconds of the
-time in which a run must have ended.
+The process calls ``os._exit`` when its role ends. Everything is durable by then, and the regular teardown of torch
+takes seconds, which count against the time limit for ending a run.
 """
 
 import os

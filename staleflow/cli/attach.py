@@ -1,4 +1,4 @@
-"""``staleflow attach``: one worker in this terminal."""
+"""``staleflow attach``: run one worker in this terminal."""
 
 import os
 import sys
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from staleflow.configs.schema import Config
 
 NAME_BYTES = 8
-"""Random bytes of a made-up name: two workers of a run never make up the same one."""
-ONLY = {
+"""Random bytes of a generated name, enough that two workers of a run never generate the same one."""
+ROLE_OPTIONS = {
     "stage": ("stage", "a stage worker"),
     "nproc": ("train", "the trainer"),
     "bind": ("relay", "a relay"),
     "mb_per_s": ("relay", "a relay"),
 }
-"""Of each option that one role alone has: the role, and how it is called."""
+"""Options that only one role accepts: the role, and its name in error messages."""
 
 
 @click.command("attach", short_help="Attach one worker to a run.")
@@ -30,25 +30,25 @@ ONLY = {
 @options.connect
 @options.run_dir
 @options.config_file
-@click.option("--stage", metavar="NAME", default="reward", show_default=True, help="Which stage a stage worker serves.")
+@click.option("--stage", metavar="NAME", default="reward", show_default=True, help="Stage that a stage worker serves.")
 @click.option(
     "--nproc",
     type=click.IntRange(1, 64),
     metavar="N",
-    help="Ranks of the trainer on this machine. Default: trainer.nproc. torchrun works as well.",
+    help="Trainer ranks on this machine. Default: trainer.nproc. torchrun works, too.",
 )
-@click.option("--bind", metavar="ADDRESS", help="Where a relay listens. Default: a port for workers of this machine.")
+@click.option("--bind", metavar="ADDRESS", help="Address on which a relay listens. Default: a free loopback port.")
 @click.option(
     "--mb-per-s",
     type=click.FloatRange(min=0.0),
     default=0.0,
     metavar="MB",
-    help="The most that a relay asks for, in 10^6 bytes a second. Default: no bound.",
+    help="Maximum download rate of a relay, in 10^6 bytes per second. Default: unlimited.",
 )
 @click.option(
     "--name",
     metavar="NAME",
-    help="Default: made up. A live process keeps its name; that of a silent one is taken over.",
+    help="Default: generated. The name of a live worker is rejected; that of a silent one is taken over.",
 )
 def command(
     role: str,
@@ -63,10 +63,10 @@ def command(
     name: str | None,
 ) -> int:
     """Attach a worker to a run: a rollout engine, a stage worker (reward, or --stage), the trainer, or a relay, which
-    gives weights to the workers near it.
+    distributes weights to nearby workers.
 
-    --run-dir is enough on the machine of the run; --connect asks the scheduler for everything. The worker waits for
-    servers that are not started yet, and is refused with the outcome when the run has ended.
+    On the machine of the run, --run-dir is enough; with --connect the scheduler supplies everything else. The worker
+    waits for servers that have not started yet. If the run has ended, the worker exits with the run's outcome.
 
     \b
     Examples:
@@ -83,27 +83,27 @@ def command(
     from staleflow.net.errors import RunOver
     from staleflow.process.readiness import slot
     from staleflow.supervisor import lifeline
-    from staleflow.supervisor.joining import check_not_ended, joined
+    from staleflow.supervisor.joining import check_not_ended, join_run
 
-    for option, (owner, called) in ONLY.items():
+    for option, (owner, called) in ROLE_OPTIONS.items():
         if owner != role:
-            options.refuse(f"only {called} has it", option)
-    watched = lifeline.hold()
-    name = name or _made_up(stage if role == "stage" else role)
+            options.refuse(f"only {called} accepts it", option)
+    watched = lifeline.watch_supervisor()
+    name = name or _generated_name(stage if role == "stage" else role)
     if name in (".", "..") or Path(name).name != name:
-        raise ConfigError("--name", name, "files are named after it: no slashes, and neither . nor ..")
+        raise ConfigError("--name", name, "files are named after it: use a name without slashes, other than . and ..")
     if run_dir is not None:
         config = options.run_config(config_file, overrides, run_dir)
         scheduler = connect or addresses(config, run_dir).scheduler
         if not slot():
             check_not_ended(run_dir, scheduler)
     elif connect is not None:
-        waiting = f"staleflow: waiting for the scheduler at {connect}, which does not answer"
+        waiting = f"staleflow: waiting for the scheduler at {connect}: no answer yet"
         notice = threading.Timer(NOTICE_DELAY_S, click.echo, (waiting,), {"err": True})
         notice.daemon = True
         notice.start()
         try:
-            config, run_dir = joined(connect, role, config_file, overrides)
+            config, run_dir = join_run(connect, role, config_file, overrides)
         except RunOver as over:
             click.echo(f"staleflow: {over}", err=True)
             return 0
@@ -111,7 +111,7 @@ def command(
             notice.cancel()
         scheduler = connect
     else:
-        raise click.UsageError("where is the run? Give --run-dir DIR or --connect ADDRESS")
+        raise click.UsageError("no run given: add --run-dir DIR or --connect ADDRESS")
     if role == "relay":
         return _relay(config, run_dir, name, scheduler, bind, mb_per_s)
     check_packages(config, role, stage)
@@ -126,14 +126,14 @@ def _relay(config: "Config", run_dir: Path, name: str, scheduler: str, bind: str
     return relay.attach(config, run_dir, name, scheduler, bind or relay.BIND, mb_per_s)
 
 
-def _ranks(config: "Config", asked: int | None) -> int:
-    """How many this process must start; 1 in a process that is a rank itself."""
+def _ranks(config: "Config", requested: int | None) -> int:
+    """Return the number of ranks to start; 1 if this process is a rank already."""
     from staleflow.configs.ranks import launched, place
     from staleflow.configs.rules.checks import check_ranks
 
-    nproc = place().world if launched() else asked or config.trainer.nproc
-    if asked not in (None, nproc):
-        raise ConfigError("--nproc", asked, f"torchrun has started {nproc} ranks already: leave it out")
+    nproc = place().world if launched() else requested or config.trainer.nproc
+    if requested not in (None, nproc):
+        raise ConfigError("--nproc", requested, f"torchrun has started {nproc} ranks already: leave out --nproc")
     check_ranks(config, nproc)
     return 1 if launched() else nproc
 
@@ -142,7 +142,7 @@ def _launch(config: "Config", run_dir: Path, name: str, scheduler: str, nproc: i
     from staleflow.supervisor.launch import launch
     from staleflow.supervisor.model import ensure
 
-    ensure(config, run_dir)  # once, not by every rank
+    ensure(config, run_dir)  # download once here instead of in every rank
     command = (sys.executable, "-m", "staleflow.cli", "attach", "train", "--run-dir", str(run_dir))
     return launch((*command, "--connect", scheduler, "--name", name), nproc, watched=watched)
 
@@ -166,5 +166,5 @@ def _attach(role: str, config: "Config", run_dir: Path, name: str, scheduler: st
             return trainer.attach(config, run_dir, name, scheduler)
 
 
-def _made_up(role: str) -> str:
+def _generated_name(role: str) -> str:
     return "trainer" if role == "train" else f"{role}-{os.urandom(NAME_BYTES).hex()}"

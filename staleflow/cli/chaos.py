@@ -1,4 +1,4 @@
-"""``staleflow chaos``: harm a run on purpose, to watch it survive."""
+"""``staleflow chaos``: inject faults into a run."""
 
 import signal
 from pathlib import Path
@@ -10,26 +10,42 @@ from staleflow.cli import options
 from staleflow.configs.errors import ConfigError
 
 if TYPE_CHECKING:
-    from staleflow.supervisor.chaos import Done
+    from staleflow.supervisor.chaos import Injected
 
 KINDS = ("kill", "stop", "term", "flip")
 
 
-@click.command("chaos", short_help="Kill, stop and damage processes of a run, to watch it survive.")
+@click.command("chaos", short_help="Inject faults: kill, stop and corrupt processes of a run.")
 @click.argument("run_dir", type=options.DIRECTORY)
-@click.option("--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="What is done; several: each in turn.")
-@click.option("--only", multiple=True, metavar="NAME", help="Spare others: rollout-0, trainer, ... or a beginning.")
 @click.option(
-    "--every", default=5.0, show_default=True, type=click.FloatRange(min=0.1), metavar="S", help="Seconds, on average."
+    "--kind",
+    "kinds",
+    type=click.Choice(KINDS),
+    multiple=True,
+    help="Fault to inject; repeatable.",
 )
-@click.option("--faults", default=10, show_default=True, type=click.IntRange(min=1), metavar="N", help="How many.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="NAME",
+    help="Target processes whose name starts so; repeatable.",
+)
+@click.option(
+    "--every",
+    default=5.0,
+    show_default=True,
+    type=click.FloatRange(min=0.1),
+    metavar="S",
+    help="Mean time between faults.",
+)
+@click.option("--faults", default=10, show_default=True, type=click.IntRange(min=1), metavar="N", help="Fault count.")
 @click.option(
     "--stop-for",
     type=click.FloatRange(min=0.1),
     metavar="S",
-    help="Seconds that a process is stopped.  [default: its lease and two]",
+    help="Seconds that a process stays stopped.  [default: scheduler.lease_s + 2]",
 )
-@click.option("--seed", default=0, show_default=True, metavar="N", help="Of who is harmed, how and when.")
+@click.option("--seed", default=0, show_default=True, metavar="N", help="Seed for the choice of target, kind and time.")
 @options.as_json
 def command(
     run_dir: Path,
@@ -41,13 +57,13 @@ def command(
     seed: int,
     as_json: bool,
 ) -> int:
-    """Harm the processes of the run in RUN_DIR, one after another, and say what was done to whom.
+    """Inject faults into the processes of the run in RUN_DIR, one at a time, and print each fault.
 
-    kill is SIGKILL; stop is SIGSTOP, and SIGCONT later; term is SIGTERM; flip turns one bit of a stored trajectory.
-    Without --kind all of them, in a shuffled order. `staleflow run` starts again whatever ends. Watch with
-    `staleflow status RUN_DIR`; prove with `staleflow trace check RUN_DIR`.
+    kill is SIGKILL; stop is SIGSTOP followed by SIGCONT; term is SIGTERM; flip inverts one bit of a stored trajectory.
+    Without --kind, all four in shuffled order. `staleflow run` restarts the processes that end. Watch with
+    `staleflow status RUN_DIR`; verify with `staleflow trace check RUN_DIR`.
 
-    Exit code 1 when the run was over before all was done.
+    The exit code is 1 if the run ended before all faults were injected.
 
     \b
     Examples:
@@ -55,16 +71,16 @@ def command(
       staleflow chaos runs/mine --kind kill --only trainer --faults 1
     """
     if kinds and "stop" not in kinds:
-        options.refuse("only --kind stop takes it", "stop_for")
+        options.refuse("only --kind stop accepts it", "stop_for")
     from staleflow.configs.loading.load import read_run
     from staleflow.supervisor.chaos import Chaos, Kind, victims
 
     config = read_run(run_dir)
-    if not (there := [victim.name for victim in victims(run_dir)]):
-        raise ConfigError("run directory", str(run_dir), "no process of this run is here: start it first")
+    if not (names := [victim.name for victim in victims(run_dir)]):
+        raise ConfigError("run directory", str(run_dir), "no process of this run found on this machine: start the run")
     for name in only:
-        if not any(victim.startswith(name) for victim in there):
-            raise ConfigError("--only", name, f"this run has {', '.join(there)}")
+        if not any(victim.startswith(name) for victim in names):
+            raise ConfigError("--only", name, f"this run has {', '.join(names)}")
     chaos = Chaos(
         run_dir,
         kinds=[Kind(kind) for kind in kinds or KINDS],
@@ -72,20 +88,20 @@ def command(
         every_s=every,
         stop_s=stop_for or config.scheduler.lease_s + 2.0,
         seed=seed,
-        tell=_tell_json if as_json else _tell,
+        report=_print_json if as_json else _print,
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: who is stopped goes on first
-    done = chaos.run(faults)
-    if done < faults:
-        click.echo(f"staleflow: the run was over after {done} of {faults} faults", err=True)
-    return int(done < faults)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: continue a stopped process first
+    injected = chaos.run(faults)
+    if injected < faults:
+        click.echo(f"staleflow: the run ended after {injected} of {faults} faults", err=True)
+    return int(injected < faults)
 
 
-def _tell(fault: "Done") -> None:
+def _print(fault: "Injected") -> None:
     click.echo(str(fault))
 
 
-def _tell_json(fault: "Done") -> None:
+def _print_json(fault: "Injected") -> None:
     import msgspec
 
     click.echo(msgspec.json.encode(fault).decode())

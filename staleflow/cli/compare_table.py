@@ -1,4 +1,4 @@
-"""The table of ``staleflow simulate --compare``, a row at a time."""
+"""The result table of ``staleflow simulate --compare``."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
     from staleflow.sim.result import Result
 
 WIDTH = 120
-"""Characters a line where nobody looks at a terminal."""
+"""Line width in characters if stdout is not a terminal."""
 
 
 def gather(results: "Iterable[Result]", total: int, quiet: bool) -> "list[Result]":
-    """All of them; a bar on the way says how many of ``total`` are done, unless ``quiet``."""
+    """Return ``results`` as a list and show a progress bar of ``total`` meanwhile, unless ``quiet``."""
     from staleflow.cli.progress import bar
 
-    done: list[Result] = []
-    with bar("simulating", quiet=quiet) as tell:
+    finished: list[Result] = []
+    with bar("simulating", quiet=quiet) as update:
         for result in results:
-            done.append(result)
-            tell(len(done), total, f"last {result.name}: {result.steps_per_min:.3f} steps/min")
-    return done
+            finished.append(result)
+            update(len(finished), total, f"last {result.name}: {result.steps_per_min:.3f} steps/min")
+    return finished
 
 
 def show(results: "list[Result]", title: str) -> None:
@@ -55,7 +55,7 @@ def show(results: "list[Result]", title: str) -> None:
 
 
 def _table(names: "list[str]", columns: "list[tuple[str, list[Text]]]") -> "Table":
-    """Every row, with some of its columns; as wide as its words, for a number must not be cut."""
+    """Return a table of all rows and the given columns. Columns never wrap, so that no number is cut."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2))

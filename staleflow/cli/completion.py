@@ -1,4 +1,4 @@
-"""``staleflow completion``: what a shell needs to complete verbs, options and keys."""
+"""``staleflow completion``: shell completion of verbs, options and configuration keys."""
 
 import click
 
@@ -12,13 +12,13 @@ _staleflow_completion_keys() {
 }
 complete -o nosort -F _staleflow_completion_keys staleflow
 """
-"""bash puts a blank behind what it completed, which a key that waits for its value must not have."""
+"""Addition for bash, which appends a blank to each completion; ``KEY=`` must not get one because its value follows."""
 
 
 @click.command("completion", short_help="Print a script that completes verbs, options and keys.")
 @click.argument("shell", type=click.Choice(SHELLS))
 def command(shell: str) -> int:
-    """Print the completion script of SHELL. Verbs, options, files, and keys with the values that they may have.
+    """Print the completion script for SHELL. It completes verbs, options, files, keys and the values of keys.
 
     \b
     Examples:
@@ -30,10 +30,10 @@ def command(shell: str) -> int:
 
     from staleflow.cli.main import cli
 
-    found = get_completion_class(shell)
-    if found is None:
-        raise click.ClickException(f"this click does not know {shell}")
-    script = found(cli, {}, "staleflow", VARIABLE).source_template % {
+    completion_class = get_completion_class(shell)
+    if completion_class is None:
+        raise click.ClickException(f"the installed click does not support {shell}")
+    script = completion_class(cli, {}, "staleflow", VARIABLE).source_template % {
         "complete_func": "_staleflow_completion",
         "complete_var": VARIABLE,
         "prog_name": "staleflow",

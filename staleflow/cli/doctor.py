@@ -1,4 +1,4 @@
-"""``staleflow doctor``: is this machine fit for a run?"""
+"""``staleflow doctor``: check whether this machine can run staleflow."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,22 +12,23 @@ if TYPE_CHECKING:
     from staleflow.supervisor.checkup import Finding
 
 
-@click.command("doctor", short_help="Is this machine fit for a run?")
+@click.command("doctor", short_help="Check whether this machine is ready for a run.")
 @options.overrides
 @options.config_file
 @click.option(
-    "--run-dir", type=options.DIRECTORY, default=Path("runs"), metavar="DIR", help="Where its disk is measured."
+    "--run-dir", type=options.DIRECTORY, default=Path("runs"), metavar="DIR", help="Directory whose disk is checked."
 )
-@click.option("--measure", is_flag=True, help="Also run the service for ten seconds, and say what it sustains here.")
+@click.option("--measure", is_flag=True, help="Also run the service for ten seconds and report its throughput.")
 @options.as_json
 def command(overrides: tuple[str, ...], config_file: Path | None, run_dir: Path, measure: bool, as_json: bool) -> int:
-    """Look at Python, torch and its device, engines, disk, memory, limits and sockets; with --config at a run's needs.
+    """Check Python, torch and its device, engines, disk, memory, limits and sockets; with --config, also the needs of
+    that run.
 
-    Says what this machine can run, and what to install for the rest. With --measure every process of a run works for
-    ten seconds, with an engine and a trainer that have no model: trajectories a second from one to the other, and with
-    --config the steps a minute that this allows.
+    Prints what this machine can run and what to install for the rest. With --measure, all processes of a run work for
+    ten seconds with an engine and a trainer that have no model. The result is the throughput between them in
+    trajectories per second and, with --config, the steps per minute that this allows.
 
-    Exit code 1 when something would keep a run from working.
+    The exit code is 1 if a check fails that a run needs.
 
     \b
     Examples:
@@ -40,9 +41,9 @@ def command(overrides: tuple[str, ...], config_file: Path | None, run_dir: Path,
     from staleflow.supervisor.checkup import examine
 
     if overrides and config_file is None:
-        raise ConfigError("override", overrides[0], "it needs --config: it changes a configuration")
-    with bar("looking", quiet=as_json) as tell:
-        findings = examine(config_file, overrides, run_dir, tell)
+        raise ConfigError("override", overrides[0], "overrides change a configuration: add --config")
+    with bar("checking", quiet=as_json) as update:
+        findings = examine(config_file, overrides, run_dir, update)
     bad = [finding.what for finding in findings if finding.state == "bad"]
     if measure:
         findings += _unmeasured(bad) if bad else _measured(config_file, overrides, run_dir)
@@ -59,7 +60,7 @@ def command(overrides: tuple[str, ...], config_file: Path | None, run_dir: Path,
 def _unmeasured(bad: list[str]) -> "list[Finding]":
     from staleflow.supervisor.checkup import Finding
 
-    return [Finding("trajectories", "missing", f"not measured: {', '.join(bad)} must be good first")]
+    return [Finding("trajectories", "missing", f"not measured: fix {', '.join(bad)} first")]
 
 
 def _measured(config_file: Path | None, overrides: tuple[str, ...], run_dir: Path) -> "list[Finding]":
@@ -69,12 +70,12 @@ def _measured(config_file: Path | None, overrides: tuple[str, ...], run_dir: Pat
 
     config = load(config_file, overrides) if config_file else None
     place = next(path for path in (run_dir, *run_dir.resolve().parents) if path.is_dir())
-    with bar("a run without a model") as tell:
-        return list(sustained(config, place, lambda share: tell(share, 1.0, "")))
+    with bar("a run without a model") as update:
+        return list(sustained(config, place, lambda share: update(share, 1.0, "")))
 
 
 def show(findings: "list[Finding]") -> None:
-    """Print the table."""
+    """Print the findings as a table."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

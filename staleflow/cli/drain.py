@@ -1,4 +1,4 @@
-"""``staleflow drain``: end a run early without losing work."""
+"""``staleflow drain``: stop a run early without losing work."""
 
 from pathlib import Path
 
@@ -7,15 +7,16 @@ import click
 from staleflow.cli import options
 
 
-@click.command("drain", short_help="End a run early; what is under way is still trained and saved.")
+@click.command("drain", short_help="Stop a run early; groups in flight are still trained and saved.")
 @click.argument("run_dir", type=options.DIRECTORY, required=False)
 @options.connect
-@click.option("--why", metavar="TEXT", default="asked by the operator", help="Reason, for status and the log.")
+@click.option("--why", metavar="TEXT", default="asked by the operator", help="Reason, shown by status and in the log.")
 def command(run_dir: Path | None, connect: str | None, why: str) -> int:
     """Drain the run in RUN_DIR (default: the newest of runs/), or the one whose scheduler is at --connect.
 
-    Nothing new is leased; groups under way finish, full batches are trained, the trainer saves a checkpoint, and every
-    worker exits with 0. Returns as soon as the scheduler has stored the drain. --resume continues a drained run.
+    No new groups are leased; groups in flight finish, full batches are trained, the trainer saves a checkpoint, and
+    every worker exits with 0. The command returns as soon as the scheduler has stored the drain. To continue a drained
+    run, use --resume.
 
     \b
     Examples:
@@ -30,10 +31,10 @@ def command(run_dir: Path | None, connect: str | None, why: str) -> int:
     from staleflow.supervisor.joining import check_not_ended
 
     if run_dir is not None and connect is not None:
-        raise click.UsageError("which run? Give RUN_DIR or --connect ADDRESS")
+        raise click.UsageError("RUN_DIR and --connect exclude each other: give one of them")
     config, address = None, connect or ""
     if connect is None:
-        folder = options.run_meant(run_dir)
+        folder = options.choose_run_dir(run_dir)
         config = options.read_within(folder, lambda: read_run(folder))
         address = addresses(config, folder).scheduler
         options.read_within(folder, lambda: check_not_ended(folder, address))
@@ -41,7 +42,7 @@ def command(run_dir: Path | None, connect: str | None, why: str) -> int:
     with Admin(address, "drain", transport=sockets) as admin:
         admin.drain(why)
         phase = phase_of(admin.status())
-    drains = phase == "draining"
-    said = "it drains; staleflow status --why says what is left" if drains else f"nothing to drain: {phase}"
-    click.echo(f"the run at {address}: {said}")
+    draining = phase == "draining"
+    outcome = "draining; staleflow status --why shows what is left" if draining else f"nothing to drain: {phase}"
+    click.echo(f"the run at {address}: {outcome}")
     return 0

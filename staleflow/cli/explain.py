@@ -1,4 +1,4 @@
-"""``staleflow explain``: what a key of a configuration means."""
+"""``staleflow explain``: the meaning of a configuration key, table or metric."""
 
 import difflib
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 MAX_COLUMNS = 100
 
 
-@click.command("explain", short_help="Say what a key of a configuration, or a metric, means.")
+@click.command("explain", short_help="Explain a configuration key or a metric.")
 @click.argument("key", default="", shell_complete=options.complete_key)
 def command(key: str) -> int:
-    """Print what KEY means, what it may be and what it is if nobody sets it; of a table, every key in it; of a metric,
-    what it measures.
+    """Print the meaning, allowed values and default of KEY. For a table, print each of its keys; for a metric, what it
+    measures.
 
-    A key's own name will do: of several tables that have it, each. Without KEY: the tables there are.
+    The last part of a key is enough: every table that has such a key is shown. Without KEY, list the tables.
 
     \b
     Examples:
@@ -31,64 +31,67 @@ def command(key: str) -> int:
     """
     from staleflow.configs.loading.describe import tables
 
-    found = list(tables())
+    all_tables = list(tables())
     name = key.strip("[]") if key.startswith("[") else key
-    lines = _of(name, found) if name else _overview(found)
+    lines = _explained(name, all_tables) if name else _overview(all_tables)
     click.echo("\n".join(lines))
     return 0
 
 
-def _overview(found: "list[Table]") -> Iterator[str]:
-    for table in found:
+def _overview(all_tables: "list[Table]") -> Iterator[str]:
+    for table in all_tables:
         yield f"{click.style(f'[{table.name}]' if table.name else 'top', bold=True)}"
         yield from _wrapped(table.description.partition("\n\n")[0])
 
 
-def _of(name: str, found: "list[Table]") -> Iterator[str]:
-    """The lines about a table, a key or a metric; ``ConfigError`` when it is none of them."""
+def _explained(name: str, all_tables: "list[Table]") -> Iterator[str]:
+    """Yield the lines about a table, a key or a metric. Raise ``ConfigError`` if ``name`` is none of them."""
     from staleflow.metrics.names import METRICS
 
     if name in METRICS:
         yield f"{click.style(name, bold=True)}  metric; {METRICS[name].unit or 'a number'}"
         yield from _wrapped(METRICS[name].meaning)
-        for full, key in _ending(name, found):
+        for full, key in _keys_named(name, all_tables):
             yield ""
-            yield from _about(key, full)
+            yield from _key_lines(key, full)
         return
-    for table in found:
+    for table in all_tables:
         if name == table.name:
             yield click.style(f"[[{name}]]" if table.many else f"[{name}]", bold=True)
             yield from _wrapped(table.description)
             for key in table.keys:
                 yield ""
-                yield from _about(key, key.name)
+                yield from _key_lines(key, key.name)
             return
         for key in table.keys:
             if name == f"{table.name}.{key.name}".lstrip("."):
-                yield from _about(key, name)
+                yield from _key_lines(key, name)
                 return
-    if not (ending := _ending(name, found)):
+    if not (same_name := _keys_named(name, all_tables)):
         _unknown(name)
-    for place, (full, key) in enumerate(ending):
+    for place, (full, key) in enumerate(same_name):
         yield from [""] * bool(place)
-        yield from _about(key, full)
+        yield from _key_lines(key, full)
 
 
-def _ending(name: str, found: "list[Table]") -> "list[tuple[str, Key]]":
-    """The keys that are called so in their tables, by their whole names."""
+def _keys_named(name: str, all_tables: "list[Table]") -> "list[tuple[str, Key]]":
+    """Return (dotted name, key) for every key called ``name`` in any table."""
     return [
-        (f"{table.name}.{key.name}", key) for table in found for key in table.keys if key.name == name and table.name
+        (f"{table.name}.{key.name}", key)
+        for table in all_tables
+        for key in table.keys
+        if key.name == name and table.name
     ]
 
 
-def _about(key: "Key", name: str) -> Iterator[str]:
+def _key_lines(key: "Key", name: str) -> Iterator[str]:
     default = f"; default {key.default}" if key.default else "; must be set"
     yield f"{click.style(name, bold=True)}  {key.allowed}{default}"
     yield from _wrapped(key.description)
 
 
 def _wrapped(text: str) -> Iterator[str]:
-    """Below its heading; as wide as the terminal, within reason."""
+    """Yield indented lines, wrapped at the terminal's width or ``MAX_COLUMNS``, whichever is smaller."""
     import shutil
     import textwrap
 
@@ -106,5 +109,5 @@ def _unknown(name: str) -> None:
     if "/" in name:
         close = difflib.get_close_matches(name, METRICS, n=1)
         hint = f", did you mean {close[0]}?" if close else ""
-        raise ConfigError("KEY", name, f"there is no such metric{hint}")
+        raise ConfigError("KEY", name, f"no such metric{hint}")
     raise ConfigError("KEY", name, nearest(tuple(name.split("."))))

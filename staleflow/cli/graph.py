@@ -1,4 +1,4 @@
-"""The stages of a configuration as text and as a mermaid diagram. Pure."""
+"""Render the stages of a configuration as text or as a mermaid diagram. No IO."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +11,7 @@ PUSH, TRAIN = "push", "train"
 
 
 def waves(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Stages that may work at the same time at the earliest, together."""
+    """Group the stages by their depth in the graph: all stages of a wave may start at the same time."""
     depth: dict[str, int] = {}
     for node in nodes:
         depth[node.name] = 1 + max((depth[stage] for stage in node.after), default=-1)
@@ -19,14 +19,14 @@ def waves(nodes: Sequence[Node]) -> list[list[Node]]:
 
 
 def text(config: Config) -> str:
-    """One line for the order, then one a stage."""
+    """Return one line with the order of the stages, then one line per stage."""
     nodes = graph(config)
     order = [PUSH, *(" + ".join(node.name for node in wave) for wave in waves(nodes)), TRAIN]
     rows = [_row(config, node) for wave in waves(nodes) for node in wave]
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    judged = "after the reward zero_spread releases groups of equal rewards"
-    return "\n".join((" → ".join(order), "", *lines, *(("", judged) if filter_of(config) != "none" else ())))
+    filter_note = "after the reward, zero_spread releases groups whose rewards are equal"
+    return "\n".join((" → ".join(order), "", *lines, *(("", filter_note) if filter_of(config) != "none" else ())))
 
 
 def _row(config: Config, node: Node) -> tuple[str, ...]:
@@ -36,17 +36,17 @@ def _row(config: Config, node: Node) -> tuple[str, ...]:
     return (
         node.name,
         f"after {', '.join(node.after) or PUSH}",
-        f"makes {', '.join(_made(node.makes))}",
+        f"makes {', '.join(_columns(node.makes))}",
         f"{workers}, {batch_of(config, node.name)} groups at once{side_by_side}, at most {seconds:g} s each",
     )
 
 
-def _made(names: Sequence[str]) -> list[str]:
+def _columns(names: Sequence[str]) -> list[str]:
     return [short_name(name) + (" (a token)" if is_per_token(name) else "") for name in names]
 
 
 def mermaid(config: Config) -> str:
-    """A flowchart: an arrow for each stage that another waits for, with the columns that flow along it."""
+    """Return a mermaid flowchart with one arrow per dependency, labelled with the columns that it carries."""
     return "\n".join(("flowchart LR", *(f"    {line}" for line in _arrows(graph(config)))))
 
 

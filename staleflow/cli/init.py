@@ -1,4 +1,4 @@
-"""``staleflow init``: a task to begin from, which runs as it is."""
+"""``staleflow init``: write a starter task that runs unchanged."""
 
 import os
 import re
@@ -12,18 +12,18 @@ from staleflow.configs.errors import ConfigError
 
 COPIED = ("config.toml", "reward.py")
 NAME = "starter"
-"""Of the shipped configuration; the folder's own takes its place."""
+"""``name`` in the shipped configuration; replaced by the name of the folder."""
 LIMIT = 20
-"""Numbers of the shipped task's problems are below it, as ``model.options.limit`` of the configuration says."""
+"""Exclusive upper bound of the numbers in the shipped problems; equals ``model.options.limit`` of the configuration."""
 
 
-@click.command("init", short_help="Write a configuration, a reward and prompts to begin from.")
+@click.command("init", short_help="Write a starter configuration, reward and prompts.")
 @click.argument("folder", type=options.DIRECTORY, metavar="[DIR]", default=Path("."))
 def command(folder: Path) -> int:
-    """Write config.toml, reward.py, prompts.jsonl and held_out.jsonl into DIR (default: here).
+    """Write config.toml, reward.py, prompts.jsonl and held_out.jsonl into DIR (default: the current directory).
 
-    They run as they are: a tiny model learns to add, in about a minute on two cores. Then put your model, your prompts
-    and your reward in their place, one at a time. Nothing is ever overwritten.
+    The task runs unchanged: a tiny model learns to add, in about a minute on two cores. Then replace the model, the
+    prompts and the reward with your own, one at a time. Existing files are never overwritten.
 
     \b
     Examples:
@@ -32,12 +32,12 @@ def command(folder: Path) -> int:
     """
     files = _files(folder)
     for path in files:
-        if os.path.lexists(path):  # a link, too: what it points to is not here
-            raise ConfigError("DIR", str(path), "it is there already and left alone: choose another folder")
+        if os.path.lexists(path):  # a dangling link counts as existing, too
+            raise ConfigError("DIR", str(path), "it exists already and is not overwritten: choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("DIR", str(folder), f"it cannot be made: {error.strerror}") from None
+        raise ConfigError("DIR", str(folder), f"cannot create it: {error.strerror}") from None
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
         click.echo(f"wrote {path}")
@@ -46,7 +46,7 @@ def command(folder: Path) -> int:
 
 
 def _files(folder: Path) -> dict[Path, str]:
-    """What is to be written, by path."""
+    """Return the content of each file to write, by path."""
     from importlib.resources import files
 
     shipped = files("staleflow.examples.starter")
@@ -57,12 +57,12 @@ def _files(folder: Path) -> dict[Path, str]:
 
 
 def _name(folder: Path) -> str:
-    """The folder's name, as far as it may name run directories."""
+    """Return the folder's name without characters that a run directory may not contain."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._") or NAME
 
 
 def _rows(source: str) -> str:
-    """A JSONL file of the quickstart's problems."""
+    """Return the quickstart's problems as the text of a JSONL file."""
     import json
 
     from staleflow.configs.loading.imports import load_object

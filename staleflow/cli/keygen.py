@@ -1,4 +1,4 @@
-"""``staleflow keygen``: the keys of a run whose processes are on several machines."""
+"""``staleflow keygen``: create the keys of a run that spans several machines."""
 
 from pathlib import Path
 
@@ -8,19 +8,19 @@ from staleflow.cli import options
 from staleflow.configs.errors import ConfigError
 
 ROLES = ("rollout", "stage", "trainer", "monitor", "admin")
-"""Of workers and of people; the servers' own role is ``server``."""
+"""Roles of workers and operators; servers have the role ``server``."""
 
 
-@click.command("keygen", short_help="Make the keys of a run that binds beyond this machine.")
+@click.command("keygen", short_help="Create the keys of a run that binds beyond this machine.")
 @click.argument("folder", type=options.DIRECTORY, metavar="DIR")
-@click.option("--add", type=click.Choice(ROLES), metavar="ROLE", help=f"One more key, for one of {', '.join(ROLES)}.")
-@click.option("--name", metavar="NAME", help="Of the added key and its file. Default: made up.")
+@click.option("--add", type=click.Choice(ROLES), metavar="ROLE", help=f"Add one key of a role: {', '.join(ROLES)}.")
+@click.option("--name", metavar="NAME", help="Name of the added key and its file. Default: generated.")
 def command(folder: Path, add: str | None, name: str | None) -> int:
-    """Make DIR with a key file for each role and the list of allowed keys; security.keys then names it.
+    """Create DIR with a key file for each role and the list of allowed keys. Set security.keys to DIR.
 
-    A worker on another machine needs a copy of its role's file, and STALEFLOW_KEY that names it. With --add: one more
-    key for DIR, to tell workers apart or to replace a key; a key is revoked by removing its line from allowed.toml.
-    Running servers follow at once. Nothing is ever overwritten.
+    A worker on another machine needs a copy of its role's file, with STALEFLOW_KEY set to the path of the copy. --add
+    creates one more key in DIR, to distinguish workers or to replace a key. To revoke a key, remove its line from
+    allowed.toml. Running servers apply changes at once. Existing files are never overwritten.
 
     \b
     Examples:
@@ -50,7 +50,7 @@ def _add(folder: Path, role: str, name: str | None) -> Path:
     holders = read_allowed(folder / ALLOWED)
     name = check_name(name or f"{role}-{os.urandom(3).hex()}")
     if any(holder.name == name for holder in holders.values()):
-        raise ConfigError("--name", name, "another key has it; choose another name")
+        raise ConfigError("--name", name, "another key has this name; choose a different one")
     public, secret = new_pair()
     write_key(folder / f"{name}.key", Role(role), public, secret, server)
     write_allowed(folder / ALLOWED, {**holders, public: Holder(Role(role), name)})

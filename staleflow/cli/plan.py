@@ -1,4 +1,4 @@
-"""``staleflow plan``: which bound, policy and split of devices suit a workload."""
+"""``staleflow plan``: search for the bound, policy and split of devices that suit a workload."""
 
 import os
 from pathlib import Path
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from staleflow.sim.plan import Choice
 
 TRACE = "trace.jsonl"
-SEARCHING = ("etas", "devices", "jobs", "as_json")
-"""What only the search takes."""
-NOT_PASTED = ("trainer.simulated_step_s",)
-"""Overrides of a simulation that a real run has no use for."""
+SEARCH_OPTIONS = ("etas", "devices", "jobs", "as_json")
+"""Options that apply to the search only."""
+SIMULATION_ONLY = ("trainer.simulated_step_s",)
+"""Overrides that matter to a simulation only and are left out of the lines to paste."""
 
 
-@click.command("plan", short_help="Search the simulator for a bound, a policy, a split of devices.")
+@click.command("plan", short_help="Search for a bound, policy and split of devices by simulation.")
 @click.argument("source", type=options.FILE, metavar="CONFIG|RUN_DIR")
 @options.overrides
 @click.option("--etas", default="0,1,2,3,4", show_default=True, metavar="LIST", help="Values of max_staleness to try.")
 @click.option("--devices", type=click.IntRange(min=2), metavar="N", help="Also try splits of N devices.")
-@click.option("--graph", is_flag=True, help="Draw the stages of CONFIG instead, and search nothing.")
-@click.option("--mermaid", is_flag=True, help="As --graph, in the notation of mermaid.")
+@click.option("--graph", is_flag=True, help="Print the stage graph of CONFIG instead of searching.")
+@click.option("--mermaid", is_flag=True, help="Like --graph, as a mermaid diagram.")
 @click.option(
     "--jobs", default=os.cpu_count() or 1, show_default="one a processor", type=click.IntRange(min=1), metavar="J"
 )
@@ -41,11 +41,12 @@ def command(
     jobs: int,
     as_json: bool,
 ) -> int:
-    """Simulate CONFIG, or what RUN_DIR's trace says of a real run, under many choices; print the best ones.
+    """Simulate CONFIG, or a real run as measured by the trace in RUN_DIR, under many settings, and print the best ones.
 
-    Printed is the Pareto front: nothing else that was tried is at once faster, fresher and less wasteful. Below it the
-    lines to paste, and three to pick from: the freshest, the knee and the fastest. Searched are max_staleness, the
-    bound, the overdue policy, composition, admission, redundancy and, with --devices, engines against trainer ranks.
+    The result is the Pareto front: no other setting is at once faster, fresher and less wasteful. The overrides of each
+    setting follow, with three recommendations: the freshest, the knee and the fastest. The search covers max_staleness,
+    the bound, the overdue policy, composition, admission, redundancy and, with --devices, the split between engines and
+    trainer ranks.
 
     \b
     Examples:
@@ -54,7 +55,7 @@ def command(
       staleflow plan configs/stages.toml --graph
     """
     if graph or mermaid:
-        options.refuse("a drawing searches nothing: leave it out, or --graph and --mermaid", *SEARCHING)
+        options.refuse("it applies to the search: leave it out, or --graph and --mermaid", *SEARCH_OPTIONS)
         return _draw(source, overrides, mermaid)
     import tempfile
 
@@ -64,19 +65,17 @@ def command(
     wanted = _etas(etas)
     with tempfile.TemporaryDirectory(prefix="staleflow-plan-") as place:
         config = _config(source, overrides, Path(place))
-        with bar("simulating", quiet=as_json) as tell:
-            search = plan(config, wanted, devices=devices, jobs=jobs, on_progress=lambda done, of: tell(done, of, ""))
-            found = front(list(search))
-    if not found:
-        raise click.ClickException(
-            "nothing that was tried trains a step: see staleflow simulate for one choice's reason"
-        )
+        with bar("simulating", quiet=as_json) as update:
+            search = plan(config, wanted, devices=devices, jobs=jobs, on_progress=lambda done, of: update(done, of, ""))
+            choices = front(list(search))
+    if not choices:
+        raise click.ClickException("no setting trains a step: run staleflow simulate on one of them to see why")
     if as_json:
         import msgspec
 
-        click.echo(msgspec.json.encode(found).decode())
+        click.echo(msgspec.json.encode(choices).decode())
     else:
-        show(found, config, devices)
+        show(choices, config, devices)
     return 0
 
 
@@ -85,7 +84,7 @@ def _draw(source: Path, overrides: tuple[str, ...], mermaid: bool) -> int:
     from staleflow.configs.loading.load import load, read_run
 
     if source.is_dir() and overrides:
-        raise ConfigError("override", overrides[0], "a run has its configuration already")
+        raise ConfigError("override", overrides[0], "a run directory keeps its configuration: leave it out")
     config = read_run(source) if source.is_dir() else load(source, overrides)
     click.echo(graph.mermaid(config) if mermaid else graph.text(config))
     return 0
@@ -97,12 +96,12 @@ def _etas(text: str) -> list[int]:
     except ValueError:
         wanted = [-1]
     if min(wanted) < 0:
-        raise ConfigError("--etas", text, "whole numbers from 0 on, with commas between them")
+        raise ConfigError("--etas", text, "must be integers from 0, separated by commas")
     return wanted
 
 
 def _config(source: Path, overrides: tuple[str, ...], place: Path) -> "Config":
-    """The configuration to be searched round; of a run directory with what its trace says."""
+    """Return the base configuration of the search; for a run directory, with values measured in its trace."""
     from staleflow.configs.loading.load import load, read_run
 
     if not source.is_dir():
@@ -114,19 +113,19 @@ def _config(source: Path, overrides: tuple[str, ...], place: Path) -> "Config":
     return changed(run, (*measure(source / TRACE).overrides(place / LENGTHS), *overrides))
 
 
-def show(found: "list[Choice]", config: "Config", devices: int | None) -> None:
-    """Print the front, the overrides of each choice, and three to pick from."""
+def show(choices: "list[Choice]", config: "Config", devices: int | None) -> None:
+    """Print the Pareto front, the overrides of each choice, and the three recommendations."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     from staleflow.sim.plan import picks
 
-    table = Table(box=box.ROUNDED, title=f"{config.name}: {len(found)} choices that nothing else beats")
+    table = Table(box=box.ROUNDED, title=f"{config.name}: {len(choices)} Pareto-optimal choices")
     for name in ("", "steps/min", "of the trainer", "staleness mean / max", "tokens wasted", "length bias", "pick"):
         table.add_column(name, justify="left" if name == "pick" else "right", no_wrap=name in ("", "steps/min", "pick"))
-    chosen = picks(found)
-    for number, one in enumerate(found, start=1):
+    chosen = picks(choices)
+    for number, one in enumerate(choices, start=1):
         table.add_row(
             str(number),
             f"{one.steps_per_min:.3f}",
@@ -138,36 +137,38 @@ def show(found: "list[Choice]", config: "Config", devices: int | None) -> None:
         )
     console = Console(highlight=False)
     console.print(table)
-    for number, one in enumerate(found, start=1):
-        console.print(f"{number}:  {'  '.join(_pasted(one, config, devices))}", soft_wrap=True, markup=False)
+    for number, one in enumerate(choices, start=1):
+        console.print(f"{number}:  {'  '.join(_paste_lines(one, config, devices))}", soft_wrap=True, markup=False)
     for name, one in chosen.items():
-        console.print(f"\n{name} ({found.index(one) + 1}): {_why(name)}", style="bold", markup=False)
-        for line in _pasted(one, config, devices):
+        console.print(f"\n{name} ({choices.index(one) + 1}): {_why(name)}", style="bold", markup=False)
+        for line in _paste_lines(one, config, devices):
             console.print(f"  {line}", soft_wrap=True, markup=False)
-    console.print("\nstaleflow run CONFIG takes each as it is, KEY=VALUE by KEY=VALUE", style="dim")
+    console.print("\npaste the overrides of a choice after staleflow run CONFIG", style="dim")
 
 
 def _why(name: str) -> str:
-    """Who should take it."""
+    """Return the reason to take the recommendation called ``name``."""
     return {
         "freshest": "the data is nearest to on-policy",
-        "knee": "nearest to fast, fresh and thrifty at once; take this if in doubt",
-        "fastest": "most steps a minute",
+        "knee": "the best compromise of speed, freshness and waste; the default choice",
+        "fastest": "most steps per minute",
     }[name]
 
 
-def _pasted(one: "Choice", config: "Config", devices: int | None) -> list[str]:
-    """The overrides that change something in a real run."""
+def _paste_lines(one: "Choice", config: "Config", devices: int | None) -> list[str]:
+    """Return the overrides that have an effect in a real run."""
     import msgspec
 
     table = msgspec.to_builtins(config)
-    lines = [override for override in one.overrides if not override.startswith(NOT_PASTED) and _new(override, table)]
+    lines = [
+        override for override in one.overrides if not override.startswith(SIMULATION_ONLY) and _changes(override, table)
+    ]
     engines = dict(override.split("=", 1) for override in one.overrides).get("rollout.workers")
     lines += [f"trainer.nproc={devices - int(engines)}"] if devices and engines else []
     return lines or ["as it is"]
 
 
-def _new(override: str, table: Any) -> bool:
+def _changes(override: str, table: Any) -> bool:
     key, _, value = override.partition("=")
     for part in key.split("."):
         table = table[part]

@@ -1,16 +1,16 @@
-"""A bar on stderr for whatever takes longer than two seconds; nothing where nobody looks at a terminal."""
+"""Progress bars and spinners on stderr; nothing is printed if stderr is not a terminal."""
 
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-Told = Callable[[float, float, str], None]
-"""Hears how much is done, of how much, and what was last."""
+Update = Callable[[float, float, str], None]
+"""Callback that receives the completed amount, the total and a text about the latest item."""
 
 
 @contextmanager
-def bar(what: str, *, quiet: bool = False) -> Generator[Told]:
-    """Shows a bar until the block ends, and leaves nothing behind. ``quiet``: none at all."""
+def bar(what: str, *, quiet: bool = False) -> Generator[Update]:
+    """Show a progress bar until the block ends, then erase it. ``quiet`` disables it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -25,21 +25,21 @@ def bar(what: str, *, quiet: bool = False) -> Generator[Told]:
         *columns,
         console=console,
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays there
+        redirect_stdout=sys.stdout.isatty(),  # keep output to a file unchanged
         disable=quiet or not console.is_terminal,
     )
     with shows as progress:
         task = progress.add_task(what, total=None, last="")
 
-        def tell(done: float, total: float, last: str) -> None:
-            progress.update(task, completed=done, total=total, last=last)
+        def update(completed: float, total: float, last: str) -> None:
+            progress.update(task, completed=completed, total=total, last=last)
 
-        yield tell
+        yield update
 
 
 @contextmanager
 def working(what: str) -> Generator[None]:
-    """Says that something happens whose end nobody knows; on a terminal only, and gone afterwards."""
+    """Show a spinner for work of unknown length until the block ends, then erase it."""
     if not sys.stderr.isatty():
         yield
         return

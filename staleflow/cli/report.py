@@ -1,4 +1,4 @@
-"""``staleflow report``: one page about a run."""
+"""``staleflow report``: write an HTML report of a run."""
 
 from pathlib import Path
 
@@ -9,13 +9,12 @@ from staleflow.cli.progress import bar
 from staleflow.configs.errors import ConfigError
 
 
-@click.command("report", short_help="Write one HTML page about a run.")
+@click.command("report", short_help="Write an HTML report of a run.")
 @click.argument("run_dir", type=options.DIRECTORY, required=False)
 @click.option("--out", type=options.FILE, metavar="FILE", help="An .html file. Default: report.html in RUN_DIR.")
 def command(run_dir: Path | None, out: Path | None) -> int:
-    """Write one HTML page about the run in RUN_DIR (default: the newest of runs/), running or ended: what it learned,
-    how old its data was, what it waited for, what was wasted, what went wrong, and with which configuration. The page
-    loads nothing from elsewhere.
+    """Write an HTML report of the run in RUN_DIR (default: the newest of runs/), running or ended: rewards, staleness,
+    waits, wasted work, failures and configuration. The page is self-contained and loads nothing from the network.
 
     \b
     Examples:
@@ -26,10 +25,10 @@ def command(run_dir: Path | None, out: Path | None) -> int:
     from staleflow.report.page import report
     from staleflow.supervisor.rundir import died
 
-    run_dir = options.run_meant(run_dir, "RUN_DIR")
+    run_dir = options.choose_run_dir(run_dir, "RUN_DIR")
     path = out or run_dir / "report.html"
     if path.suffix != ".html":
-        raise ConfigError("--out", str(path), "it must end in .html")
+        raise ConfigError("--out", str(path), "the name must end in .html")
     with bar("reading the trace"):
         text = report(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +40,7 @@ def command(run_dir: Path | None, out: Path | None) -> int:
 
 
 def _may_run(run_dir: Path) -> bool:
-    """Whether a scheduler of the run may answer."""
+    """Return whether the run's scheduler may be listening."""
     from staleflow.configs.loading.load import planned, read_run
     from staleflow.supervisor.addresses import may_answer
 

@@ -1,4 +1,4 @@
-"""``staleflow run``: everything on this machine under one supervisor."""
+"""``staleflow run``: every role of a run on this machine, under one supervisor."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 @options.config_file
 @click.option("--run-dir", type=options.DIRECTORY, metavar="DIR", help="Default: runs/NAME-TIMESTAMP.")
 @options.insecure
-@click.option("--resume", is_flag=True, help="Go on from the run directory (default: the newest of this name).")
-@click.option("--plain", is_flag=True, help="A line every few seconds instead of the live view.")
+@click.option("--resume", is_flag=True, help="Continue in the run directory (default: the newest of this name).")
+@click.option("--plain", is_flag=True, help="Print a line every few seconds instead of the live view.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON; progress goes to stderr.")
 def command(
     arguments: tuple[str, ...],
@@ -31,11 +31,11 @@ def command(
     plain: bool,
     as_json: bool,
 ) -> int:
-    """Start every role of CONFIG here and train.
+    """Start every role of CONFIG on this machine and train.
 
-    Each role is a process of its own; Ctrl-C ends them all cleanly. KEY=VALUE changes a key of the configuration, for
-    example staleness.max_staleness=0. With --resume, CONFIG may be a run directory, and trainer.steps the only key that
-    changes.
+    Each role is a separate process; Ctrl-C stops all of them cleanly. KEY=VALUE overrides a key of the configuration,
+    for example staleness.max_staleness=0. With --resume, CONFIG may be a run directory, and only trainer.steps may
+    change.
 
     \b
     Examples:
@@ -54,9 +54,9 @@ def command(
         run_dir, arguments = Path(arguments[0]), arguments[1:]
     config = _config((*arguments, *options.INSECURE[: int(insecure)]), config_file, run_dir, resume)
     folder = rundir.choose(config, run_dir, resume=resume)
-    if resume and (done := summary.finished(folder, config.trainer.steps)) is not None:
-        return tell_finished(done, config, as_json)
-    with working("trying the configuration's imports"):
+    if resume and (finished := summary.finished(folder, config.trainer.steps)) is not None:
+        return report_finished(finished, config, as_json)
+    with working("checking the configuration's imports"):
         present(config)
     check_free(config, folder)
     hint = f"staleflow run --run-dir {folder} --resume"
@@ -76,29 +76,29 @@ def _config(arguments: tuple[str, ...], file: Path | None, run_dir: Path | None,
     if resume and run_dir is not None:
         return resumed(read_run(run_dir), arguments)
     if resume:
-        raise click.UsageError("which run? For example: staleflow run --resume runs/quickstart-20261121-053000")
-    raise click.UsageError("which configuration? For example: staleflow run configs/quickstart.toml")
+        raise click.UsageError("no run given; for example: staleflow run --resume runs/quickstart-20261121-053000")
+    raise click.UsageError("no configuration given; for example: staleflow run configs/quickstart.toml")
 
 
-def tell_finished(done: "Summary", config: "Config", as_json: bool, command: str = "staleflow run") -> int:
-    """Says that there is nothing to resume, and what ``command`` does for more steps; the exit code."""
+def report_finished(finished: "Summary", config: "Config", as_json: bool, command: str = "staleflow run") -> int:
+    """Print that there is nothing to resume and how ``command`` adds steps. Return the exit code."""
     from staleflow.process.sanitize import json_line
-    from staleflow.supervisor.summary import how_to_go_on
+    from staleflow.supervisor.summary import how_to_continue
 
-    click.echo(how_to_go_on(done, config, command), err=as_json)
+    click.echo(how_to_continue(finished, config, command), err=as_json)
     if as_json:
-        click.echo(json_line(done))
+        click.echo(json_line(finished))
     return 0
 
 
 def view_of(config: "Config", folder: Path, plain: bool, as_json: bool) -> "View":
-    """For whoever looks on, with the configured writers behind it."""
+    """Return the view for this terminal, wrapped by the configured metric writers."""
     from staleflow.report.writers import with_writers
 
-    return with_writers(_seen(config, folder, plain, as_json), config, folder)
+    return with_writers(_terminal_view(config, folder, plain, as_json), config, folder)
 
 
-def _seen(config: "Config", folder: Path, plain: bool, as_json: bool) -> "View":
+def _terminal_view(config: "Config", folder: Path, plain: bool, as_json: bool) -> "View":
     import sys
 
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""``staleflow serve``: one server in this terminal."""
+"""``staleflow serve``: run one server in this terminal."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 @click.argument("what", type=click.Choice(["scheduler", "trajectories", "parameters"]))
 @options.overrides
 @options.config_file
-@click.option("--run-dir", type=options.DIRECTORY, metavar="DIR", required=True, help="Run directory, made if missing.")
+@click.option(
+    "--run-dir", type=options.DIRECTORY, metavar="DIR", required=True, help="Run directory, created if missing."
+)
 @options.insecure
 @click.option("--resume", is_flag=True, help="scheduler: continue a run that was drained or has ended.")
 @click.option("--session", metavar="ID", hidden=True)
@@ -31,11 +33,11 @@ def command(
     session: str | None,
     shard: int,
 ) -> int:
-    """Run a server: the scheduler, one shard of trajectories, or the parameters.
+    """Run one server: the scheduler, one trajectory server (shard), or the parameter server.
 
-    The first process of a run directory brings --config; the others find it there. SIGTERM or Ctrl-C drains. A run that
-    was drained or has ended stays so, whatever is started again, until its scheduler is started with --resume, which
-    may change trainer.steps.
+    The first process of a run directory needs --config; the others read it from the directory. SIGTERM or Ctrl-C
+    drains. A run that was drained or has ended remains so until its scheduler is started with --resume, which may
+    change trainer.steps.
 
     \b
     Examples:
@@ -49,10 +51,10 @@ def command(
     from staleflow.configs.loading.load import read_run, resumed
     from staleflow.supervisor import lifeline, rundir, summary
 
-    lifeline.hold()
+    lifeline.watch_supervisor()
     overrides = (*overrides, *options.INSECURE[: int(insecure)])
     if what != "scheduler":
-        options.refuse("only the scheduler has it: the others find the run as it is", "resume", "session")
+        options.refuse("only the scheduler accepts it; the other servers follow the scheduler", "resume", "session")
     if resume and config_file is None:
         config = resumed(read_run(run_dir), overrides)
         rundir.choose(config, run_dir, resume=True)

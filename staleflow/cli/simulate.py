@@ -1,4 +1,4 @@
-"""``staleflow simulate``: what a configuration would do, by the shipped scheduler on a virtual clock."""
+"""``staleflow simulate``: run a configuration with the real scheduler on a virtual clock."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from staleflow.sim.result import Result
 
 
-@click.command("simulate", short_help="What a configuration would do, in virtual time.")
+@click.command("simulate", short_help="Simulate a configuration in virtual time.")
 @click.argument("file", type=options.FILE, metavar="CONFIG")
 @options.overrides
 @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Train steps (default: trainer.steps).")
-@click.option("--seed", type=click.IntRange(min=0), metavar="S", help="Instead of the configuration's.")
-@click.option("--trace", type=options.DIRECTORY, metavar="DIR", help="Keep trace.jsonl and metrics.jsonl there.")
-@click.option("--compare", "beside", is_flag=True, help="In one table with other bounds, and other systems' rules.")
+@click.option("--seed", type=click.IntRange(min=0), metavar="S", help="Overrides the seed of the configuration.")
+@click.option("--trace", type=options.DIRECTORY, metavar="DIR", help="Write trace.jsonl and metrics.jsonl to DIR.")
+@click.option("--compare", "beside", is_flag=True, help="Compare with other bounds and other systems' rules.")
 @click.option("--peers", metavar="A,B", help="With --compare, only these systems (default: all; none: '').")
-@click.option("--plot", "stem", type=options.FILE, metavar="STEM", help="Draw STEM.png and STEM.html.")
+@click.option("--plot", "stem", type=options.FILE, metavar="STEM", help="Write the plots STEM.png and STEM.html.")
 @options.as_json
 def command(
     file: Path,
@@ -37,11 +37,12 @@ def command(
     stem: Path | None,
     as_json: bool,
 ) -> int:
-    """Run CONFIG with simulated engines and trainer: the shipped scheduler and strategies, no model, no wait.
+    """Run CONFIG with simulated engines and a simulated trainer: the real scheduler and strategies, without a model and
+    without waiting.
 
-    Engines follow [rollout.simulated] and [simulation], the trainer takes trainer.simulated_step_s. The trace is
-    audited; exit code 1 when it violates a rule. With --compare each bound and overdue policy of this service, and the
-    rules of other systems, have the same engines, prompts, lengths and trainer.
+    Engines follow [rollout.simulated] and [simulation]; a train step takes trainer.simulated_step_s. The trace is
+    audited; the exit code is 1 if it violates a rule. With --compare, every bound and overdue policy of staleflow and
+    the rules of other systems run with the same engines, prompts, lengths and trainer.
 
     \b
     Examples:
@@ -52,7 +53,7 @@ def command(
     from staleflow.configs.loading.load import load
     from staleflow.sim.asking import Stalled
 
-    _fit(trace, beside, peers, stem)
+    _check_options(trace, beside, peers, stem)
     config = load(file, overrides if seed is None else (*overrides, f"seed={seed}"))
     try:
         results = _compared(config, peers, steps, as_json) if beside else [_simulated(config, steps, trace)]
@@ -63,8 +64,8 @@ def command(
     if as_json:
         import msgspec
 
-        found = [result.summary() for result in results]
-        click.echo(msgspec.json.encode(found if beside else found[0]).decode())
+        summaries = [result.summary() for result in results]
+        click.echo(msgspec.json.encode(summaries if beside else summaries[0]).decode())
     else:
         _show(results, config, beside)
         click.echo("".join(f"{path}\n" for path in drawn), nl=False)
@@ -72,10 +73,10 @@ def command(
     return 0 if not any(result.violations for result in own) else 1
 
 
-def _fit(trace: Path | None, beside: bool, peers: str | None, stem: Path | None) -> None:
-    """``ConfigError`` for options that mean nothing together, and for a picture that nobody could draw in the end."""
+def _check_options(trace: Path | None, beside: bool, peers: str | None, stem: Path | None) -> None:
+    """Raise ``ConfigError`` for options that have no effect together, and for a plot without matplotlib."""
     if beside and trace is not None:
-        raise ConfigError("--trace", str(trace), "it keeps the trace of one run: leave it out, or --compare")
+        raise ConfigError("--trace", str(trace), "it writes the trace of one run: leave out --trace or --compare")
     if peers is not None and not beside:
         raise ConfigError("--peers", peers, "it needs --compare")
     if stem is not None and find_spec("matplotlib") is None:

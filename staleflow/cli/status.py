@@ -1,4 +1,4 @@
-"""``staleflow status``: how a run is, once."""
+"""``staleflow status``: print the state of a run once."""
 
 import time
 from pathlib import Path
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from staleflow.supervisor.summary import Summary
 
 
-@click.command("status", short_help="Print how a run is, and why anything waits.")
+@click.command("status", short_help="Print the state of a run, and why it waits.")
 @click.argument("run_dir", type=options.DIRECTORY, required=False)
 @options.connect
-@click.option("--why", is_flag=True, help="Only say why anything waits.")
+@click.option("--why", is_flag=True, help="Print only why the run waits.")
 @options.as_json
 def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool) -> int:
-    """Print how the run in RUN_DIR is (default: the newest of runs/), or the one whose scheduler is at --connect.
+    """Print the state of the run in RUN_DIR (default: the newest of runs/), or of the scheduler at --connect.
 
-    A run that has ended shows its summary. Exit code 1 when it failed, was interrupted or died, and when the scheduler
-    does not answer. The `phase` of --json is one of starting, running, draining, finished, drained, failed,
-    interrupted, died.
+    For a run that has ended, print its summary. The exit code is 1 if the run failed, was interrupted or died, or if
+    the scheduler does not answer. `phase` in the output of --json is one of starting, running, draining, finished,
+    drained, failed, interrupted, died.
 
     \b
     Examples:
@@ -39,8 +39,8 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
     from staleflow.supervisor.addresses import may_answer
 
     if run_dir is not None and connect is not None:
-        raise click.UsageError("which run? Give RUN_DIR or --connect ADDRESS")
-    run_dir = options.run_meant(run_dir) if connect is None else None
+        raise click.UsageError("RUN_DIR and --connect exclude each other: give one of them")
+    run_dir = options.choose_run_dir(run_dir) if connect is None else None
     config, address = None, connect or ""
     if run_dir is not None:
         config = options.read_within(run_dir, lambda: read_run(run_dir))
@@ -53,8 +53,8 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
             values = admin.status(timeout_s=3.0)
     except Unavailable:
         if run_dir is not None:
-            return options.read_within(run_dir, lambda: _ended(run_dir, address, why, as_json, asked=True))
-        return _ended(run_dir, address, why, as_json, asked=True)
+            return options.read_within(run_dir, lambda: _ended(run_dir, address, why, as_json, listening=True))
+        return _ended(run_dir, address, why, as_json, listening=True)
     if as_json:
         _print_json({"phase": phase_of(values), **values})
     elif why:
@@ -84,7 +84,8 @@ def _show(values: dict[str, Any], run_dir: Path | None) -> None:
             lines = tuple(within(READ_TIMEOUT_S, lambda: metric_lines(run_dir / "metrics.jsonl")))
         except TimeoutError:
             click.echo(
-                f"staleflow: no curves: {run_dir}/metrics.jsonl cannot be read within {READ_TIMEOUT_S:g} s", err=True
+                f"staleflow: no curves: reading {run_dir}/metrics.jsonl took over {READ_TIMEOUT_S:g} s",
+                err=True,
             )
     snapshot = Snapshot(phase=phase_of(values), elapsed_s=elapsed_s, status=values, lines=lines, unix_s=time.time())
     history = History()
@@ -97,7 +98,7 @@ def _show(values: dict[str, Any], run_dir: Path | None) -> None:
 
 
 def _why(values: dict[str, Any]) -> None:
-    """The sentence, and a line for each group that it speaks of."""
+    """Print why the run waits, and one line for each group that it waits for."""
     from staleflow.monitor.rows import pins
     from staleflow.monitor.words import span
     from staleflow.process.sanitize import all_printable
@@ -110,64 +111,64 @@ def _why(values: dict[str, Any]) -> None:
         click.echo(f"  step {pin.step}: group {pin.group} of version {pin.version}, at {pin.where}{so_far}{left}")
 
 
-def _ended(run_dir: Path | None, address: str, why: bool, as_json: bool, *, asked: bool = False) -> int:
-    """Print how a run without an answer ended, or why it does not answer. ``asked``: the scheduler listens, and has not
-    answered."""
+def _ended(run_dir: Path | None, address: str, why: bool, as_json: bool, *, listening: bool = False) -> int:
+    """Print how a run ended, or why its scheduler does not answer. Return the exit code.
+
+    ``listening``: a connection was possible, but the scheduler sent no reply.
+    """
     import dataclasses
 
     import msgspec
 
     from staleflow.process.sanitize import printable
     from staleflow.supervisor import rundir, summary
-    from staleflow.supervisor.addresses import nobody, silence
+    from staleflow.supervisor.addresses import no_listener, silence
 
     process = rundir.holder(run_dir) if run_dir else None
-    if asked and run_dir is not None and (why_silent := silence(address)):
-        return _silent(f"the scheduler at {address} does not answer: {why_silent}")
+    if listening and run_dir is not None and (why_silent := silence(address)):
+        return _no_answer(f"the scheduler at {address} does not answer: {why_silent}")
     if run_dir is not None and process is not None:
-        return _silent(rundir.without_scheduler(run_dir, process), as_json)
-    found: Summary | None = summary.read(run_dir) if run_dir else None
-    if found is None and run_dir is not None and not asked and (died := rundir.died(run_dir)) is not None:
+        return _no_answer(rundir.without_scheduler(run_dir, process), as_json)
+    result: Summary | None = summary.read(run_dir) if run_dir else None
+    if result is None and run_dir is not None and not listening and (died := rundir.died(run_dir)) is not None:
         if as_json:
             _print_json({"phase": "died", **dataclasses.asdict(died)})
         click.echo(printable(f"staleflow: {died}"), err=True)
         return 1
-    if found is None:
-        silent = "it cannot be reached from here, or the run has ended" if asked else nobody(address)
-        return _silent(f"the scheduler at {address} does not answer: {silent}")
+    if result is None:
+        silent = "it cannot be reached from here, or the run has ended" if listening else no_listener(address)
+        return _no_answer(f"the scheduler at {address} does not answer: {silent}")
     if as_json:
-        _print_json({"phase": found.outcome, **msgspec.structs.asdict(found)})
+        _print_json({"phase": result.outcome, **msgspec.structs.asdict(result)})
     elif why:
-        click.echo(printable(_outcome(found, run_dir)))
+        click.echo(printable(_outcome(result, run_dir)))
     else:
         from rich.console import Console
 
         from staleflow.monitor.ending import print_summary
 
-        print_summary(found, Console(highlight=False))
-        if found.resume:
-            click.echo(printable(f"resume with: {found.resume}"))
-    return 0 if found.good else 1
+        print_summary(result, Console(highlight=False))
+        if result.resume:
+            click.echo(printable(f"resume with: {result.resume}"))
+    return 0 if result.good else 1
 
 
-def _outcome(found: "Summary", run_dir: Path | None) -> str:
-    """Why the run has ended, in one sentence, and what to do."""
+def _outcome(result: "Summary", run_dir: Path | None) -> str:
+    """Return one sentence on why the run ended and what to do next."""
     from staleflow.monitor.words import plural
 
-    steps = f"{found.steps:,} of {found.steps_wanted:,} steps are trained"
-    resume = f"; resume with: {found.resume}" if found.resume else ""
-    if found.good:
-        return (
-            f"the run is finished: {steps}" if found.outcome == "finished" else f"the run was drained: {steps}{resume}"
-        )
-    if found.violations:
-        return f"{plural(found.violations, 'violation')} in its trace: staleflow trace check {run_dir}; {steps}"
-    how = f"failed: {found.error}" if found.outcome == "failed" else "was interrupted"
+    steps = f"{result.steps:,} of {result.steps_wanted:,} steps trained"
+    resume = f"; resume with: {result.resume}" if result.resume else ""
+    if result.good:
+        return f"the run finished: {steps}" if result.outcome == "finished" else f"the run was drained: {steps}{resume}"
+    if result.violations:
+        return f"{plural(result.violations, 'violation')} in its trace: staleflow trace check {run_dir}; {steps}"
+    how = f"failed: {result.error}" if result.outcome == "failed" else "was interrupted"
     return f"the run {how}; {steps}{resume}"
 
 
-def _silent(why: str, starting: bool = False) -> int:
-    """``starting``: a script that waits for the run is told in words of its own."""
+def _no_answer(why: str, starting: bool = False) -> int:
+    """Print ``why`` to stderr and return 1; with ``starting``, also print the phase as JSON for scripts that wait."""
     if starting:
         _print_json({"phase": "starting"})
     click.echo(f"staleflow: {why}", err=True)

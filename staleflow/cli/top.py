@@ -1,4 +1,4 @@
-"""``staleflow top``: a run, live or replayed."""
+"""``staleflow top``: watch a run, live or replayed from its trace."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,50 +12,50 @@ if TYPE_CHECKING:
     from staleflow.monitor.sources import Live, Replay
 
 POLL_INTERVAL_S = 0.25
-"""Between two looks at whether a run that is being started can be asked."""
+"""Seconds between two checks whether the scheduler of a starting run listens."""
 
 
 @click.command("top", short_help="Watch a run, live or replayed.")
 @click.argument("run_dir", type=options.DIRECTORY, required=False)
 @options.connect
-@click.option("--replay", is_flag=True, help="Show what trace.jsonl of RUN_DIR tells, from its beginning.")
+@click.option("--replay", is_flag=True, help="Replay trace.jsonl of RUN_DIR from its beginning.")
 @click.option(
     "--speed",
     type=click.FloatRange(min=0.1, max=1000.0),
     metavar="X",
-    help="Of the replay, in seconds of the run a second.  [default: 1]",
+    help="Replay speed, in seconds of the run per second.  [default: 1]",
 )
-@click.option("--once", "only_once", is_flag=True, help="One picture, then leave.")
+@click.option("--once", "only_once", is_flag=True, help="Print one screen, then exit.")
 @options.as_json
 def command(
     run_dir: Path | None, connect: str | None, replay: bool, speed: float | None, only_once: bool, as_json: bool
 ) -> int:
     """Watch the run in RUN_DIR (default: the newest of runs/), or the one whose scheduler is at --connect.
 
-    On a terminal a screen that is driven by keys; else a line every few seconds. RUN_DIR may also be a trace file, with
-    --replay. Looking on changes nothing: leave and come back at any time.
+    A terminal shows an interactive screen; any other output gets a line every few seconds. With --replay, RUN_DIR may
+    also be a trace file. The command is read-only: it may be stopped and restarted at any time.
 
     \b
     Examples:
-      staleflow top runs/mine                       a run that goes on; ? lists the keys
+      staleflow top runs/mine                       a running run; ? lists the keys
       staleflow top --connect tcp://10.0.0.7:5555   the same from another machine
-      staleflow top runs/mine --replay --speed 10   a run again, ten times as fast
-      staleflow top runs/mine --once                one picture, for a log or a mail
-      staleflow top runs/mine --json | jq .why      an object a second, for a script
+      staleflow top runs/mine --replay --speed 10   a replay, ten times as fast
+      staleflow top runs/mine --once                one screen, for a log or a mail
+      staleflow top runs/mine --json | jq .why      one object per second, for a script
     """
     import signal
 
     from staleflow.monitor.top import answering, show
 
     if run_dir is not None and connect is not None:
-        raise click.UsageError("which run? Give RUN_DIR or --connect ADDRESS")
+        raise click.UsageError("RUN_DIR and --connect exclude each other: give one of them")
     if replay and connect is not None:
         raise click.UsageError("--replay reads a trace: give RUN_DIR, not --connect")
     if speed is not None and not replay:
-        raise click.UsageError("--speed is of a replay: add --replay")
+        raise click.UsageError("--speed applies to a replay only: add --replay")
     if speed is not None and only_once:
-        raise click.UsageError("--speed is of a replay that moves: --once shows its end")
-    run_dir = options.run_meant(run_dir) if connect is None else None
+        raise click.UsageError("--speed has no effect with --once, which shows the replay's end")
+    run_dir = options.choose_run_dir(run_dir) if connect is None else None
     signal.signal(signal.SIGTERM, _leave)
     if replay and run_dir is not None:
         with _replay(run_dir) as source:
@@ -67,7 +67,7 @@ def command(
 
 
 def _leave(number: int, frame: object) -> None:
-    """A screen of its own is given back before the process ends."""
+    """Turn SIGTERM into ``KeyboardInterrupt``, so that the terminal's main screen is restored before the exit."""
     raise KeyboardInterrupt
 
 
@@ -80,7 +80,7 @@ def _replay(given: Path) -> "Replay":
         raise ConfigError("trace", str(trace), "no such file")
     try:
         steps = read_run(trace.parent).trainer.steps
-    except ConfigError:  # a trace alone, or with the configuration of an older staleflow, is told all the same
+    except ConfigError:  # replay without a step total: a lone trace, or the configuration of an older staleflow
         steps = 0
     return Replay(trace, steps)
 
@@ -89,7 +89,7 @@ def _live(run_dir: Path | None, connect: str | None) -> "Live":
     from staleflow.configs.loading.load import addresses, read_run
     from staleflow.monitor.sources import Live
     from staleflow.net.security import OBSERVER_ROLES, client_sockets
-    from staleflow.supervisor.addresses import may_answer, nobody
+    from staleflow.supervisor.addresses import may_answer, no_listener
     from staleflow.supervisor.rundir import died, holder, without_scheduler
 
     config = options.read_within(run_dir, lambda: read_run(run_dir)) if run_dir else None
@@ -99,15 +99,17 @@ def _live(run_dir: Path | None, connect: str | None) -> "Live":
     if run_dir is not None and not may_answer(address):
         if (process := holder(run_dir)) is not None:
             raise ConfigError("scheduler", address, without_scheduler(run_dir, process))
-        ended = died(run_dir) or nobody(address)
-        allowed = f"nobody listens there: {ended}. Again: staleflow top {run_dir} --replay"
+        ended = died(run_dir) or no_listener(address)
+        allowed = f"no process listens there: {ended}. To replay it: staleflow top {run_dir} --replay"
         raise ConfigError("scheduler", address, allowed)
     return Live(address, run_dir, transport=client_sockets(config.security if config else None, *OBSERVER_ROLES))
 
 
 def wait_for_start(run_dir: Path, address: str) -> None:
-    """On a terminal: until the scheduler of a run that is being started can be asked, or the process that starts it is
-    gone. A model may take minutes."""
+    """Wait until the scheduler of a starting run listens or its supervisor exits; return at once without a terminal.
+
+    Loading a model may take minutes.
+    """
     import sys
     import time
 
@@ -119,6 +121,6 @@ def wait_for_start(run_dir: Path, address: str) -> None:
     process = holder(run_dir)
     if process is None or not (sys.stdout.isatty() and sys.stderr.isatty()):
         return
-    with Console(stderr=True).status(f"process {process} starts the run; Ctrl-C leaves"):
+    with Console(stderr=True).status(f"process {process} is starting the run; Ctrl-C to stop waiting"):
         while holder(run_dir) is not None and not may_answer(address):
             time.sleep(POLL_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""``staleflow trace``: the audit log, checked and told."""
+"""``staleflow trace``: audit a trace, print the story of a group, or plot a timeline."""
 
 import json
 from pathlib import Path
@@ -19,19 +19,19 @@ TRACE = "trace.jsonl"
 PICTURES = (".html", ".png", ".svg", ".pdf")
 
 
-@click.group("trace", short_help="Audit a trace, tell the story of a group, or draw it.")
+@click.group("trace", short_help="Audit a trace, print the story of a group, or plot a timeline.")
 def command() -> None:
-    """Audit a trace, tell the story of a group, or draw who was at work when."""
+    """Audit a trace, print the story of a group, or plot which process worked when."""
 
 
-@command.command("check", short_help="Audit it; say what each rule had to check.")
+@command.command("check", short_help="Audit a trace; print how often each rule was checked.")
 @click.argument("trace", type=options.DIRECTORY, required=False)
 @options.as_json
 def check(trace: Path | None, as_json: bool) -> int:
-    """Audit TRACE (a trace.jsonl or a run directory; default: the newest of runs/): order, hash chain, the bound,
-    exactly-once, fencing.
+    """Audit TRACE (a trace.jsonl or a run directory; default: the newest of runs/): order, hash chain, staleness
+    bound, exactly-once delivery, fencing.
 
-    Prints what each rule had to check; exit code 1 when one is violated, 2 when there is no event to check.
+    Prints how often each rule was checked. The exit code is 1 if a rule is violated, and 2 if the trace has no events.
 
     \b
     Examples:
@@ -40,11 +40,11 @@ def check(trace: Path | None, as_json: bool) -> int:
     """
     from staleflow.trace.audit.report import audit
 
-    path = _file(options.run_meant(trace, "TRACE"))
+    path = _file(options.choose_run_dir(trace, "TRACE"))
     with working("recounting the trace"):
         report = audit(path)
     if not report.lines and report.ok:
-        raise ConfigError("trace", str(path), "a file with events: this one is empty, nothing was checked")
+        raise ConfigError("trace", str(path), "the file has no events: nothing was checked")
     if as_json:
         import msgspec
 
@@ -57,51 +57,56 @@ def check(trace: Path | None, as_json: bool) -> int:
     return 0 if report.ok else 1
 
 
-@command.command("show", short_help="Tell what became of one group.")
+@command.command("show", short_help="Print the story of one group.")
 @click.argument("trace", type=options.DIRECTORY)
 @click.argument("group", type=int)
 @options.as_json
 def show(trace: Path, group: int, as_json: bool) -> int:
-    """Tell what became of GROUP in TRACE (a trace.jsonl or a run directory), from its first lease to its end.
+    """Print the story of GROUP in TRACE (a trace.jsonl or a run directory), from its first lease to its end.
 
     \b
     Examples:
       staleflow trace show runs/mine 117
-      staleflow trace show runs/mine 117 --json      the lines of the trace as they are
+      staleflow trace show runs/mine 117 --json      the group's lines of the trace, unchanged
     """
     from staleflow.monitor.story import events_about
 
     with working("reading the trace"):
-        found = events_about(_file(trace), group)
-    if not found:
-        raise ConfigError("group", group, f"{trace} never mentions it")
+        events = events_about(_file(trace), group)
+    if not events:
+        raise ConfigError("group", group, f"{trace} does not contain it")
     if as_json:
-        for event in found:
+        for event in events:
             click.echo(json.dumps(event))
     else:
-        _tell(found, group)
+        _print_story(events, group)
     return 0
 
 
-@command.command("plot", short_help="Draw who was at work when.")
+@command.command("plot", short_help="Plot which process worked when.")
 @click.argument("run_dir", type=options.DIRECTORY, required=False)
 @click.option(
     "--out",
     type=options.FILE,
     multiple=True,
     metavar="FILE",
-    help="An .html, .png, .svg or .pdf; as often as you like.",
+    help="Output file: .html, .png, .svg or .pdf; may be repeated.",
 )
 @click.option(
     "--start", default=0.0, show_default=True, type=click.FloatRange(min=0), metavar="S", help="First second."
 )
-@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), metavar="S", help="How many. Default: all.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    help="Seconds to plot. Default: all.",
+)
 @options.as_json
 def plot(run_dir: Path | None, out: tuple[Path, ...], start: float, seconds: float | None, as_json: bool) -> int:
-    """Draw a lane for each engine, stage worker and trainer of RUN_DIR (default: the newest of runs/), the age of what
-    was trained and the trainer's waits; say how long stages worked at the same time.
+    """Plot a lane for each engine, stage worker and trainer of RUN_DIR (default: the newest of runs/), the staleness of
+    the trained groups and the trainer's waits. Also print how long pairs of stages worked at the same time.
 
-    An .html file can be zoomed into and loads nothing from elsewhere; the others need the extra `plot`.
+    An .html file is zoomable and self-contained; the other formats need the extra `plot`.
 
     \b
     Examples:
@@ -109,19 +114,19 @@ def plot(run_dir: Path | None, out: tuple[Path, ...], start: float, seconds: flo
       staleflow trace plot runs/mine --out lanes.png --start 60 --seconds 30
     """
     if not out:
-        options.refuse("it is of the picture: add --out", "start", "seconds")
+        options.refuse("it applies to the plot only: add --out", "start", "seconds")
     from staleflow.monitor.lanes import lanes, overlaps, stage_lines
     from staleflow.trace.writer import read_events
 
     for path in out:
         if path.suffix not in PICTURES:
             raise ConfigError("--out", str(path), f"it must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
-    run_dir = options.run_meant(run_dir, "RUN_DIR")
+    run_dir = options.choose_run_dir(run_dir, "RUN_DIR")
     trace = _file(run_dir)
     with working("reading the trace"):
         shown = lanes(read_events(trace), stage_lines(trace.parent))
     if not shown:
-        raise ConfigError("trace", str(run_dir), "nobody has done anything in it yet")
+        raise ConfigError("trace", str(run_dir), "it contains no work of any process yet")
     last = max(span.end_s for lane in shown for span in lane.spans)
     if out and start >= last:
         raise ConfigError("--start", start, f"nothing happened after second {last:.1f}")
@@ -133,11 +138,11 @@ def plot(run_dir: Path | None, out: tuple[Path, ...], start: float, seconds: flo
         click.echo(json.dumps([{"stages": [one, other], "seconds": both} for one, other, both in together]))
         return 0
     for one, other, both in together:
-        click.echo(f"{one} and {other} were at work at the same time for {both:.2f} s")
+        click.echo(f"{one} and {other} worked at the same time for {both:.2f} s")
     for path in out:
         click.echo(path)
     if not together and not out:
-        click.echo("there are no two stages that could work at the same time; --out FILE draws who was at work when")
+        click.echo("no two stages could work at the same time; --out FILE plots which process worked when")
     return 0
 
 
@@ -165,7 +170,7 @@ def _file(trace: Path) -> Path:
     return path
 
 
-def _tell(events: list[dict[str, Any]], group: int) -> None:
+def _print_story(events: list[dict[str, Any]], group: int) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -210,5 +215,5 @@ def _print(report: "AuditReport") -> None:
             f"seq {violation.seq}: {violation.rule}: {printable(violation.why)}", style="bold red", markup=False
         )
     if report.num_violations > MAX_VIOLATIONS:
-        console.print(f"and {report.num_violations - MAX_VIOLATIONS:,} more")
+        console.print(f"… and {report.num_violations - MAX_VIOLATIONS:,} more")
     console.print(plural(report.num_violations, "violation"), style="bold green" if report.ok else "bold red")

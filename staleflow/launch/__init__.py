@@ -1,1 +1,1 @@
-"""Runs on more than one machine: who is where, and how engines that people already run start it there."""
+"""Runs on several machines: placement of processes, and launchers for ssh, Slurm, Kubernetes and Ray."""

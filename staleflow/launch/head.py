@@ -1,9 +1,9 @@
-"""The machine of the servers, where whoever starts machines (Slurm) also starts this one.
+"""Entry point of the head, the machine of the servers, when a batch system (Slurm) starts it.
 
     python -m staleflow.launch.head RUN_DIR GPUS-OF-A-MACHINE
 
-Servers and stage workers under a supervisor, until the run ends; a line every few seconds on standard output. The run
-directory has the configuration, which says where to listen. Exit codes are those of ``staleflow run``.
+Run servers and stage workers under a supervisor until the run ends, and print a line every few seconds. The
+configuration in the run directory contains the addresses to bind. Exit codes are those of ``staleflow run``.
 """
 
 import sys
@@ -21,7 +21,7 @@ from staleflow.supervisor.supervisor import Supervisor
 
 
 def main() -> int:
-    """Runs it; the run goes on where it ended when the directory has one already."""
+    """Run the head; a run directory that contains a run already is resumed."""
     run_dir = Path(sys.argv[1])
     gpus = int(sys.argv[2])
     try:

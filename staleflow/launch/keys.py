@@ -1,4 +1,4 @@
-"""The keys of a launched run: made where it has none, and which of them a machine must have. No machine has more."""
+"""Keys of a launched run: create missing ones, and select the files for each machine, which gets no others."""
 
 import secrets
 from pathlib import Path
@@ -17,7 +17,7 @@ FOLDER = "keys"
 
 
 def with_keys(config: Config, run_dir: Path) -> Config:
-    """The configuration with keys; ``run_dir/keys`` where it names none and does not ask to be insecure."""
+    """Return the configuration with ``security.keys``; the default is ``run_dir/keys`` unless the run is insecure."""
     if config.security.keys or config.security.insecure:
         return config
     return msgspec.structs.replace(
@@ -26,24 +26,27 @@ def with_keys(config: Config, run_dir: Path) -> Config:
 
 
 def ensure_keys(config: Config, run_dir: Path) -> None:
-    """Makes the folder of ``with_keys`` if it is not there yet."""
+    """Create the default folder of ``with_keys`` if it does not exist."""
     folder = run_dir / FOLDER
     if config.security.keys == str(folder):
         make_folder(run_dir, 0o700)
-        make_whole(folder)
+        ensure_folder(folder)
 
 
-def make_whole(folder: Path) -> None:
-    """Makes a folder of keys unless it is there. Whoever is killed meanwhile leaves none, rather than one that lacks
-    a key: the next one would take it for whole."""
+def ensure_folder(folder: Path) -> None:
+    """Create a folder of keys unless it exists.
+
+    The folder is renamed into place when complete: a process that is killed half-way must not leave a folder that lacks
+    a key, which the next start would take for complete.
+    """
     if not folder.is_dir():
-        beside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-        make_keys(beside)
-        replace_durably(beside, folder)
+        partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+        make_keys(partial)
+        replace_durably(partial, folder)
 
 
 def files_for(config: Config, place: Place) -> list[Path]:
-    """What a machine's processes need. A relay listens as servers do, so it has their key and their list."""
+    """Return the key files for a machine. A relay accepts connections like a server and needs the server's files."""
     if not config.security.keys:
         return []
     if place.part == "trainer":
@@ -57,5 +60,5 @@ def files_for(config: Config, place: Place) -> list[Path]:
 
 
 def key_file(role: Role) -> str:
-    """Name of a role's file in a folder of keys."""
+    """Return the file name of a role's key."""
     return f"{role}.key"

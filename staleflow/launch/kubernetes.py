@@ -1,15 +1,15 @@
-"""A run as Kubernetes objects, in a folder for ``kubectl apply -k``.
+"""Write a run as Kubernetes objects into a folder for ``kubectl apply -k``.
 
-| object | what |
+| object | content |
 |---|---|
-| StatefulSet and Service ``NAME-servers`` | one pod, a container a server, their state on a volume of its own |
-| Job ``NAME-rollout`` | a pod a machine: a relay and engines, a container each |
-| Job ``NAME-STAGE`` | a pod a worker of that stage |
-| Job ``NAME-trainer`` | a pod a machine, under torchrun when there are several |
+| StatefulSet and Service ``NAME-servers`` | one pod with a container per server and a volume for their state |
+| Job ``NAME-rollout`` | one pod per machine, with a container for the relay and for each engine |
+| Job ``NAME-STAGE`` | one pod per worker of that stage |
+| Job ``NAME-trainer`` | one pod per machine, under torchrun if there are several |
 
-The kubelet starts a container again that dies, the Job controller a pod that is lost; workers end with the run, which
-completes their Jobs and frees their GPUs. The servers stay, to be asked, until the folder is deleted. Containers get
-the keys that they need as files that only they can read.
+The kubelet restarts containers that die, and the Job controller replaces lost pods. Workers exit with the run, which
+completes their Jobs and frees their GPUs. The servers keep running, so that the run can be inspected, until the folder
+is deleted. Containers receive the keys that they need as files that only they can read.
 """
 
 import hashlib
@@ -31,12 +31,19 @@ from staleflow.configs.rules.checks import import_paths
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages, workers_of
 from staleflow.launch.keys import FOLDER, key_file
-from staleflow.launch.placement import MEET, gpus_of_engine, has_relay, head_cpus, model_stages, torchrun_words
-from staleflow.launch.servers import EVERY_INTERFACE, ports, settled
+from staleflow.launch.placement import (
+    RENDEZVOUS_PORT_OFFSET,
+    gpus_of_engine,
+    has_relay,
+    head_cpus,
+    model_stages,
+    torchrun_words,
+)
+from staleflow.launch.servers import EVERY_INTERFACE, ports, resolved
 from staleflow.net.keys import ALLOWED
 from staleflow.net.permissions import Role
 
-YAML = install("kubernetes")
+INSTALL_YAML = install("kubernetes")
 STATE = "/var/lib/staleflow"
 CONFIG = "/etc/staleflow"
 KEYS = "/run/staleflow/keys"
@@ -44,37 +51,37 @@ WORK = "/work"
 DATA = "/data"
 GPU = "nvidia.com/gpu"
 WEIGHTS_GB = 100
-"""Of the servers' volume, for versions of the weights, when ``parameters.budget_mb`` does not say."""
-RESTARTS = 1000
-"""Of a Job's containers and pods, before Kubernetes calls it failed."""
-LONGEST = 58
-"""Letters of a Job's name: with a pod's number behind it it is a host name, of at most 63."""
-LONGEST_RUN = 40
+"""Size of the servers' volume for versions of the weights if ``parameters.budget_mb`` is 0."""
+MAX_RESTARTS = 1000
+"""Maximum restarts of a Job's containers and pods before Kubernetes marks the Job as failed."""
+MAX_NAME_LENGTH = 58
+"""Maximum length of a Job's name; with the index of a pod appended it is a host name of at most 63 characters."""
+MAX_RUN_NAME_LENGTH = 40
 PARTS = ("servers", "rollout", "trainer")
-"""Beside the stages."""
+"""Parts of a run besides the stages."""
 
 Object = dict[str, Any]
 
 
 def check(config: Config) -> None:
-    """``ConfigError`` for what cannot be made into pods."""
+    """Raise ``ConfigError`` for a configuration that cannot run in pods."""
     launch, workers = config.launch, config.rollout.workers
-    check_package("launch", "kubernetes", "yaml", YAML)
+    check_package("launch", "kubernetes", "yaml", INSTALL_YAML)
     if not launch.image:
         raise ConfigError(
-            "launch.image", launch.image, "it must name a container image with staleflow (see Containerfile)"
+            "launch.image", launch.image, "it must name a container image that contains staleflow (see Containerfile)"
         )
     if workers % launch.rollout_nodes:
-        allowed = f"pods are alike: it must divide rollout.workers, {workers}"
+        allowed = f"all pods have the same number of engines: it must divide rollout.workers, {workers}"
         raise ConfigError("launch.rollout_nodes", launch.rollout_nodes, allowed)
     if config.trainer.backend != "simulated" and not launch.volume:
-        allowed = "checkpoints must outlive pods: it must name a PersistentVolumeClaim that many pods can write"
+        allowed = "checkpoints must outlive pods: it must name a PersistentVolumeClaim with access mode ReadWriteMany"
         raise ConfigError("launch.volume", launch.volume, allowed)
     _check_stages(config)
 
 
 def files(config: Config) -> dict[str, str]:
-    """The folder, but for the keys: file name -> text."""
+    """Return the files of the folder without the keys, as file name -> text."""
     name = dns_name(config.name)
     objects = {
         "servers.yaml": [_service(name, config), _servers(name, config)],
@@ -82,53 +89,55 @@ def files(config: Config) -> dict[str, str]:
         "stages.yaml": [_stage(name, config, stage) for stage in stages(config)],
         "trainer.yaml": _trainer(name, config),
     }
-    found = {file: _yaml(of) for file, of in objects.items()}
+    items = {file: _yaml(of) for file, of in objects.items()}
     return {
         "kustomization.yaml": _yaml([_kustomization(name, config, objects)]),
         "config.toml": _config(config),
-        **found,
+        **items,
     }
 
 
 def apply(folder: Path) -> str:
-    """Hands the folder to kubectl; returns what it said. ``ConfigError`` when it does not take it."""
+    """Apply the folder with kubectl and return its output. Raise ``ConfigError`` if kubectl rejects it."""
     if shutil.which("kubectl") is None:
-        raise ConfigError("kubectl", str(folder), "it is not installed here: kubectl apply -k this folder where it is")
-    done = subprocess.run(("kubectl", "apply", "-k", str(folder)), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ConfigError("kubectl", str(folder), f"it refuses the folder: {done.stderr.strip()}")
-    return done.stdout.strip()
+        raise ConfigError("kubectl", str(folder), "kubectl is not installed: run kubectl apply -k on this folder")
+    result = subprocess.run(("kubectl", "apply", "-k", str(folder)), capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise ConfigError("kubectl", str(folder), f"kubectl rejected the folder: {result.stderr.strip()}")
+    return result.stdout.strip()
 
 
-def dns_name(name: str, longest: int = LONGEST_RUN) -> str:
-    """As Kubernetes takes names: lower-case letters, digits and dashes, a letter first. A longer one is cut, and ends
-    in a part of its digest: runs of long names often differ at the end."""
+def dns_name(name: str, max_length: int = MAX_RUN_NAME_LENGTH) -> str:
+    """Return ``name`` as a Kubernetes name: lower-case letters, digits and dashes, with a letter first.
+
+    A longer name is cut and ends in a part of its digest, because long names often differ only at the end.
+    """
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     plain = plain if plain[:1].isalpha() else f"run-{plain}".rstrip("-")
-    if len(plain) <= longest:
+    if len(plain) <= max_length:
         return plain
     digest = hashlib.sha256(name.encode()).hexdigest()[:6]
-    return f"{plain[: longest - 7].rstrip('-')}-{digest}"
+    return f"{plain[: max_length - 7].rstrip('-')}-{digest}"
 
 
 def _of_stage(config: Config, stage: str) -> str:
-    """What its objects are called, behind the name of the run."""
-    return dns_name(stage, LONGEST - 1 - len(dns_name(config.name)))
+    """Return the suffix of the names of a stage's objects, which follows the name of the run."""
+    return dns_name(stage, MAX_NAME_LENGTH - 1 - len(dns_name(config.name)))
 
 
 def _check_stages(config: Config) -> None:
-    """Two objects of one name would be one; pods of a stage are not to be taken for servers."""
-    taken = {part: f"the {part}" for part in PARTS}
+    """Raise ``ConfigError`` if two stages, or a stage and a part of the run, would have objects of the same name."""
+    owners = {part: f"the {part}" for part in PARTS}
     for stage in stages(config):
         name = _of_stage(config, stage)
-        if name in taken:
-            allowed = f"on Kubernetes it would have the name of {taken[name]}, {dns_name(config.name)}-{name}"
+        if name in owners:
+            allowed = f"on Kubernetes it would have the name of {owners[name]}, {dns_name(config.name)}-{name}"
             raise ConfigError("stage.name", stage, allowed)
-        taken[name] = f'stage "{stage}"'
+        owners[name] = f'stage "{stage}"'
 
 
 def outside(config: Config) -> list[str]:
-    """Paths of the configuration that are not on the volume: every pod's image must have them."""
+    """Return the paths of the configuration that are not on the volume; the container image must contain them."""
     named = [
         config.model.path,
         config.prompts.path,
@@ -144,7 +153,7 @@ def _config(config: Config) -> str:
     keyed = msgspec.structs.replace(config.security, keys=KEYS)
     alone = msgspec.structs.replace(config.trajectories, mapped=False)  # no worker shares the servers' disk
     ours = msgspec.structs.replace(config, security=keyed, trajectories=alone)
-    return dumps(msgspec.to_builtins(settled(ours, Path(STATE), EVERY_INTERFACE)))
+    return dumps(msgspec.to_builtins(resolved(ours, Path(STATE), EVERY_INTERFACE)))
 
 
 def _kustomization(name: str, config: Config, objects: Mapping[str, list[Object]]) -> Object:
@@ -164,7 +173,7 @@ def _kustomization(name: str, config: Config, objects: Mapping[str, list[Object]
 
 
 def _secrets(config: Config) -> dict[str, list[str]]:
-    """Who gets which files of the folder of keys."""
+    """Return the key files of each part of the run."""
     looking = [key_file(Role.MONITOR), key_file(Role.ADMIN)]
     server = [key_file(Role.SERVER), ALLOWED]
     relays = has_relay(config.launch.relays, _engines(config), config.launch.rollout_nodes)
@@ -264,7 +273,7 @@ def _stage(name: str, config: Config, stage: str) -> Object:
 def _trainer(name: str, config: Config) -> list[Object]:
     nodes, words = config.launch.trainer_nodes, f"{_attach(name, config)} train --name trainer"
     if nodes > 1:
-        meet = f"{name}-trainer-0.{name}-trainer:{config.launch.port + MEET}"
+        meet = f"{name}-trainer-0.{name}-trainer:{config.launch.port + RENDEZVOUS_PORT_OFFSET}"
         first = "$([ $JOB_COMPLETION_INDEX = 0 ] && echo true || echo false)"
         launcher = " ".join(torchrun_words(config, nodes, meet, "$POD_IP", hosts=first))
         words = words.replace("staleflow", f"python -m torch.distributed.run {launcher} -m staleflow.cli", 1)
@@ -290,7 +299,7 @@ def _attach(name: str, config: Config) -> str:
 
 
 def _kept(name: str, config: Config) -> str:
-    """Where a trainer's checkpoints are."""
+    """Return the working directory of the trainer, which contains its checkpoints."""
     return f"{DATA}/{name}" if config.launch.volume else WORK
 
 
@@ -304,15 +313,18 @@ def _container(
     cpus: float = 1,
     folder: str = WORK,
 ) -> Object:
-    """``exec``: the signal that ends a pod reaches the process itself. ``folder``: where it works, made if need be."""
-    there = f"mkdir -p {folder} && cd {folder} && " if folder != WORK else ""
+    """Return a container that runs ``words`` in ``folder``, which is created if missing.
+
+    ``exec`` replaces the shell, so that the signal that ends a pod reaches the process itself.
+    """
+    enter = f"mkdir -p {folder} && cd {folder} && " if folder != WORK else ""
     resources: Object = {"requests": {"cpu": f"{round(1000 * cpus)}m"}}
     if gpus:
         resources["limits"] = {GPU: gpus}
     return {
         "name": name,
         "image": config.launch.image,
-        "command": ["sh", "-c", f"{there}exec {words}"],
+        "command": ["sh", "-c", f"{enter}exec {words}"],
         "workingDir": WORK,
         "env": [
             {"name": "STALEFLOW_KEY", "value": KEYS},
@@ -324,26 +336,31 @@ def _container(
 
 
 def _mounts(config: Config) -> list[Object]:
-    found: list[Object] = [
+    items: list[Object] = [
         {"name": "keys", "mountPath": KEYS},
         {"name": "work", "mountPath": WORK},
         {"name": "memory", "mountPath": "/dev/shm"},
     ]
-    return [*found, *([{"name": "data", "mountPath": DATA}] if config.launch.volume else [])]
+    return [*items, *([{"name": "data", "mountPath": DATA}] if config.launch.volume else [])]
 
 
 def _pod(config: Config, part: str, containers: list[Object], volumes: Iterable[Object] = ()) -> Object:
-    """``part``: also its Secret's name, whose keys are copied to be private: mounted ones are their group's, too."""
+    """Return a pod of ``part``, which is also the name of its Secret.
+
+    An init container copies the keys to a memory volume with mode 0600, because files of a mounted Secret are readable
+    by the pod's group.
+    """
+    copy = f"umask 077 && cp /secret/* {KEYS}/ && chmod 600 {KEYS}/*"
     copying = {
         "name": "keys",
         "image": config.launch.image,
-        "command": ["sh", "-c", f"umask 077 && cp /secret/* {KEYS}/ && chmod 600 {KEYS}/*{_until_there(part, config)}"],
+        "command": ["sh", "-c", f"{copy}{_await_servers(part, config)}"],
         "volumeMounts": [
             {"name": "keys", "mountPath": KEYS},
             {"name": "secret", "mountPath": "/secret", "readOnly": True},
         ],
     }
-    found: list[Object] = [
+    items: list[Object] = [
         {"name": "secret", "secret": {"secretName": part, "defaultMode": 0o440}},
         {"name": "keys", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
         {"name": "memory", "emptyDir": {"medium": "Memory"}},
@@ -351,19 +368,19 @@ def _pod(config: Config, part: str, containers: list[Object], volumes: Iterable[
         *volumes,
     ]
     if config.launch.volume:
-        found.append({"name": "data", "persistentVolumeClaim": {"claimName": config.launch.volume}})
+        items.append({"name": "data", "persistentVolumeClaim": {"claimName": config.launch.volume}})
     return {
         "initContainers": [copying],
         "containers": containers,
-        "volumes": found,
+        "volumes": items,
         "securityContext": {"fsGroup": 1000},
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,
     }
 
 
-def _until_there(part: str, config: Config) -> str:
-    """A worker waits for the servers here, where waiting is not taken for failing."""
+def _await_servers(part: str, config: Config) -> str:
+    """Return a shell suffix that waits for the servers; waiting in the init container does not count as a failure."""
     name = dns_name(config.name)
     if part == f"{name}-servers":
         return ""
@@ -380,7 +397,7 @@ def _job(name: str, what: str, pods: int, pod: Object) -> Object:
             "completionMode": "Indexed",
             "completions": pods,
             "parallelism": pods,
-            "backoffLimit": RESTARTS,
+            "backoffLimit": MAX_RESTARTS,
             "template": _template(name, what, {**pod, "restartPolicy": "OnFailure"}),
         },
     }
@@ -391,7 +408,7 @@ def _template(name: str, part: str, pod: Object) -> Object:
 
 
 def _labels(name: str, part: str) -> Object:
-    """Run and part apart: joined, those of two runs might be the same."""
+    """Return separate labels for run and part; one concatenated label could be the same for two runs."""
     return {"staleflow/run": name, "staleflow/part": part}
 
 
@@ -400,6 +417,6 @@ def _yaml(objects: Iterable[Object]) -> str:
 
     class Plain(yaml.SafeDumper):  # type: ignore[misc]
         def ignore_aliases(self, data: object) -> bool:
-            return True  # what is the same twice is written twice
+            return True  # write repeated objects in full instead of YAML anchors
 
     return str(yaml.dump_all(list(objects), Dumper=Plain, sort_keys=False, width=120))

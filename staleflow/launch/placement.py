@@ -1,12 +1,12 @@
-"""Which processes of a run are on which machine. Pure.
+"""Assign the processes of a run to machines. No IO.
 
-- **Head**: the servers and the stages without a model; with ``launch.gpus_per_node`` 0 all stages.
-- **Rollout machines**: ``rollout.workers`` engines, spread evenly; by ``launch.relays`` a relay beside them, so that
-  weights come to the machine once; where there are many machines on each of them, which makes a tree.
-- **Trainer machines**: ``trainer.nproc`` ranks on each; on the first one, on the GPUs that are left, the stages with a
-  model.
+- **Head**: the servers and the stages without a model; all stages if ``launch.gpus_per_node`` is 0.
+- **Rollout machines**: ``rollout.workers`` engines, spread evenly. Depending on ``launch.relays``, a relay beside them
+  downloads the weights once per machine. With many machines each one has a relay, and the relays form a tree.
+- **Trainer machines**: ``trainer.nproc`` ranks on each. The first one also has the stages with a model, on its
+  remaining GPUs.
 
-A machine is told its part, its number and the scheduler's address; the rest it works out from the run's configuration.
+A machine receives its part, its number and the scheduler's address, and derives the rest from the run's configuration.
 """
 
 import sys
@@ -21,21 +21,21 @@ from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages, threads_of, workers_of
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 from staleflow.supervisor import roles
-from staleflow.supervisor.roles import Kind, Role, Works
+from staleflow.supervisor.roles import Kind, Role, WorkingSince
 
 Part = Literal["rollout", "trainer"]
 PARTS: tuple[Part, ...] = get_args(Part)
 MODEL_STAGES = (REFERENCE, CRITIC)
 SERVER_CPUS = 2
-"""Processors of one server; a scheduler needs one, a trajectory server up to two."""
+"""Processors reserved per server; a scheduler uses one, a trajectory server up to two."""
 
 
-RANK_RESTARTS = 10
-"""Times that torchrun starts all ranks anew; then its machine's supervisor has its own patience."""
-ALONE = 4
-"""Rollout machines that may each take weights from the parameter server itself; more of them make a tree of relays."""
-MEET = 100
-"""The ranks of several machines meet at this many ports above ``launch.port``."""
+MAX_RANK_RESTARTS = 10
+"""Number of times that torchrun restarts all ranks; after that, the machine's own restart policy applies."""
+MAX_WITHOUT_TREE = 4
+"""Maximum number of rollout machines that pull directly from the parameter server; more of them form a relay tree."""
+RENDEZVOUS_PORT_OFFSET = 100
+"""Port of the rendezvous of ranks on several machines, relative to ``launch.port``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Place:
     number: int
     machines: int
     gpus: int
-    """That it may use; 0: whatever it has, without asking."""
+    """GPUs that it may use; 0 means all, without a request to the batch system."""
     relays: Relays = "auto"
     """``launch.relays``."""
     mb_per_s: float = 0.0
@@ -59,14 +59,14 @@ class Place:
 
 
 def places(config: Config) -> list[Place]:
-    """Every machine besides the head: the trainer's, then those of rollout."""
+    """Return every machine except the head: the trainer's first, then those of rollout."""
     launch = config.launch
     counts: dict[Part, int] = {"trainer": launch.trainer_nodes, "rollout": launch.rollout_nodes}
     return [place_of(config, part, count, number) for part, count in counts.items() for number in range(count)]
 
 
 def place_of(config: Config, part: Part, machines: int, number: int = 0) -> Place:
-    """One machine of ``config.launch``."""
+    """Return one machine of ``config.launch``."""
     launch = config.launch
     return Place(
         part=part,
@@ -79,16 +79,14 @@ def place_of(config: Config, part: Part, machines: int, number: int = 0) -> Plac
 
 
 def check(config: Config) -> None:
-    """``ConfigError`` for the first thing that cannot be spread over machines as ``config.launch`` says."""
+    """Raise ``ConfigError`` if the run cannot be placed on the machines of ``config.launch``."""
     launch, workers = config.launch, config.rollout.workers
     if launch.rollout_nodes > workers:
-        allowed = f"it must be at most rollout.workers, {workers}: each machine has one engine at least"
+        allowed = f"it must be at most rollout.workers, {workers}: each machine needs at least one engine"
         raise ConfigError("launch.rollout_nodes", launch.rollout_nodes, allowed)
     for key, gpus in (("rollout.gpus", config.rollout.gpus), ("trainer.gpus", config.trainer.gpus)):
         if gpus:
-            raise ConfigError(
-                key, gpus, "GPUs of launched machines are given out by launch.gpus_per_node: leave it empty"
-            )
+            raise ConfigError(key, gpus, "launch.gpus_per_node assigns the GPUs of launched machines: leave it empty")
     _check_trainer(config)
     if launch.gpus_per_node:
         _check_gpus(config)
@@ -122,7 +120,7 @@ def _check_gpus(config: Config) -> None:
 
 
 def gpus_of_engine(config: Config) -> int:
-    """GPUs of one engine."""
+    """Return the number of GPUs of one engine."""
     match config.rollout.engine:
         case "simulated":
             return 0
@@ -133,24 +131,24 @@ def gpus_of_engine(config: Config) -> int:
 
 
 def model_stages(config: Config, gpus: int) -> tuple[str, ...]:
-    """Stages that hold a model, where machines have GPUs for them."""
+    """Return the stages that need a model and a GPU; none if ``gpus`` is 0."""
     return tuple(stage for stage in stages(config) if stage in MODEL_STAGES) if gpus else ()
 
 
 def has_relay(relays: Relays, engines: int, machines: int) -> bool:
-    """Whether a machine with so many engines, one of so many, takes weights once for all and passes them on."""
-    return relays == "all" or (relays == "auto" and (engines > 1 or machines > ALONE))
+    """Return whether a machine with ``engines`` engines, one of ``machines``, has a relay."""
+    return relays == "all" or (relays == "auto" and (engines > 1 or machines > MAX_WITHOUT_TREE))
 
 
 def head_stages(config: Config, run_dir: Path, gpus: int) -> list[Role]:
-    """Stage workers beside the servers. ``gpus``: of each of the other machines."""
+    """Return the stage workers that run beside the servers. ``gpus``: GPUs of each other machine."""
     elsewhere = model_stages(config, gpus)
     wanted = [role for role in roles.workers(config, run_dir) if "--stage" in role.command]
     return [role for role in wanted if _stage_of(role) not in elsewhere]
 
 
 def machine_cpus(config: Config, part: Part) -> int:
-    """Processors of a machine of that part, when it is not given whole."""
+    """Return the processors to request for a machine of ``part`` if machines are not allocated exclusively."""
     if part == "trainer":
         return config.trainer.nproc * config.trainer.threads
     engines = most(config.rollout.workers, config.launch.rollout_nodes)
@@ -158,7 +156,7 @@ def machine_cpus(config: Config, part: Part) -> int:
 
 
 def head_cpus(config: Config) -> int:
-    """Processors of the head."""
+    """Return the number of processors that the head needs."""
     elsewhere = model_stages(config, config.launch.gpus_per_node)
     judges = sum(
         workers_of(config, name) * threads_of(config, name) for name in stages(config) if name not in elsewhere
@@ -167,7 +165,7 @@ def head_cpus(config: Config) -> int:
 
 
 def machine_words(place: Place, connect: str, meet: str, number: str = "") -> list[str]:
-    """What Python is told to run on a machine. ``number``: how a shell there knows which of its part it is."""
+    """Return Python's arguments on a machine. ``number``: shell expression for the machine's number in its part."""
     words = ["-m", "staleflow.launch.machine", place.part, "--connect", connect]
     words += ["--machine", number or str(place.number), "--machines", str(place.machines)]
     words += ["--gpus", str(place.gpus)] if place.gpus else []
@@ -178,10 +176,10 @@ def machine_words(place: Place, connect: str, meet: str, number: str = "") -> li
 
 
 def rollout_roles(config: Config, folder: Path, connect: str, place: Place, relay_at: str) -> list[Role]:
-    """Processes of a rollout machine. ``relay_at``: the address where a relay of this machine listens."""
+    """Return the processes of a rollout machine. ``relay_at``: address that a relay on this machine binds."""
     numbers = share(config.rollout.workers, place.number, place.machines)
     width = gpus_of_engine(config) if place.gpus else 0
-    found = [
+    placed = [
         replace(
             _attach(f"rollout-{number}", folder, connect, "rollout", threads=config.rollout.threads),
             gpus=tuple(range(local * width, (local + 1) * width)),
@@ -190,36 +188,38 @@ def rollout_roles(config: Config, folder: Path, connect: str, place: Place, rela
     ]
     if has_relay(place.relays, len(numbers), place.machines):
         more = ("--mb-per-s", f"{place.mb_per_s:g}") if place.mb_per_s else ()
-        found.insert(0, _attach(f"relay-{place.number}", folder, connect, "relay", "--bind", relay_at, *more))
-    return found
+        placed.insert(0, _attach(f"relay-{place.number}", folder, connect, "relay", "--bind", relay_at, *more))
+    return placed
 
 
 def trainer_roles(config: Config, folder: Path, connect: str, place: Place, meet: str, here: str) -> list[Role]:
-    """Processes of a trainer machine. ``meet``: ``host:port`` of the first one, where the ranks of all meet; ``here``:
-    the address of this one."""
+    """Return the processes of a trainer machine.
+
+    ``meet``: ``host:port`` of the rendezvous of all ranks, on the first machine. ``here``: address of this machine.
+    """
     nproc = config.trainer.nproc
     gpus = tuple(range(nproc)) if place.gpus and config.trainer.backend != "simulated" else ()
     trainer = _attach("trainer", folder, connect, "train", threads=config.trainer.threads)
     if place.machines > 1:
         trainer = _under_torchrun(trainer, config, place, meet, here)
-    found = [replace(trainer, kind=Kind.TRAINER, gpus=gpus)]
+    placed = [replace(trainer, kind=Kind.TRAINER, gpus=gpus)]
     if place.number:
-        return found
+        return placed
     judges = [
         _attach(f"{stage}-{number}", folder, connect, "stage", "--stage", stage, threads=threads_of(config, stage))
         for stage in model_stages(config, place.gpus)
         for number in range(workers_of(config, stage))
     ]
-    return [*(replace(role, gpus=(len(gpus) + at,)) for at, role in enumerate(judges)), *found]
+    return [*(replace(role, gpus=(len(gpus) + at,)) for at, role in enumerate(judges)), *placed]
 
 
 def names_on(config: Config, place: Place) -> list[str]:
-    """Names of the processes of a machine, in the order in which they are started."""
+    """Return the names of the processes of a machine in start order."""
     if place.part == "rollout":
-        found = rollout_roles(config, Path(), "", place, relay_at="")
+        placed = rollout_roles(config, Path(), "", place, relay_at="")
     else:
-        found = trainer_roles(config, Path(), "", place, meet="", here="")
-    return [role.name for role in found]
+        placed = trainer_roles(config, Path(), "", place, meet="", here="")
+    return [role.name for role in placed]
 
 
 def _under_torchrun(trainer: Role, config: Config, place: Place, meet: str, here: str) -> Role:
@@ -229,21 +229,21 @@ def _under_torchrun(trainer: Role, config: Config, place: Place, meet: str, here
 
 
 def torchrun_words(config: Config, machines: int, meet: str, here: str, *, hosts: str) -> tuple[str, ...]:
-    """Options of torchrun on one machine of several. When a rank dies, the ranks of all machines start anew.
+    """Return the options of torchrun on one machine of several. When a rank dies, torchrun restarts all ranks.
 
-    ``here``: address of this machine, for when rank 0 is on it. ``hosts``: ``true`` on the machine of ``meet``.
+    ``here``: address of this machine, used if it has rank 0. ``hosts``: ``true`` on the machine that hosts ``meet``.
     """
     return (
         *(f"--nnodes={machines}", f"--nproc-per-node={config.trainer.nproc}", f"--local-addr={here}"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint={meet}", f"--rdzv-id={config.name}"),
-        *(f"--rdzv-conf=is_host={hosts}", f"--max-restarts={RANK_RESTARTS}"),
+        *(f"--rdzv-conf=is_host={hosts}", f"--max-restarts={MAX_RANK_RESTARTS}"),
     )
 
 
 def _attach(name: str, folder: Path, connect: str, verb: str, *more: str, threads: int = 1) -> Role:
     command = (sys.executable, "-m", "staleflow.cli", "attach", verb, "--run-dir", str(folder), "--connect", connect)
     words = (*command, "--name", name, *more)
-    return Role(name=name, kind=Kind.WORKER, command=words, threads=threads, works=Works.ATTACHED)
+    return Role(name=name, kind=Kind.WORKER, command=words, threads=threads, works=WorkingSince.ATTACHED)
 
 
 def _stage_of(role: Role) -> str:

@@ -1,5 +1,4 @@
-"""torchrun for the ranks of one machine of several, as a child of a supervisor: it ends when its supervisor does, and
-each rank with it.
+"""Run torchrun for the ranks of one machine of several; torchrun and its ranks end together with the supervisor.
 
 python -m staleflow.launch.ranks OPTIONS-OF-TORCHRUN -m staleflow.cli attach train ...
 """
@@ -11,23 +10,23 @@ import sys
 from types import FrameType
 
 from staleflow.supervisor import lifeline
-from staleflow.supervisor.launch import SAVING_S
+from staleflow.supervisor.launch import CHECKPOINT_DRAIN_TIMEOUT_S
 
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Environment: seconds that ranks have to end when torchrun is asked to; else 30."""
+"""Environment variable of torchrun: seconds that ranks have to exit after SIGTERM; torchrun's default is 30."""
 
 
 def main() -> int:
-    """Runs torchrun with the words of this process; returns its exit code."""
-    lifeline.hold()
-    environment = {SHUTDOWN: f"{SAVING_S:.0f}", **os.environ, lifeline.TORCHRUN: str(os.getpid())}
+    """Run torchrun with the arguments of this process and return its exit code."""
+    lifeline.watch_supervisor()
+    environment = {SHUTDOWN: f"{CHECKPOINT_DRAIN_TIMEOUT_S:.0f}", **os.environ, lifeline.TORCHRUN: str(os.getpid())}
     torchrun = subprocess.Popen((sys.executable, "-m", "torch.distributed.run", *sys.argv[1:]), env=environment)
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         torchrun.send_signal(signal.SIGTERM)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
+        signal.signal(number, forward)
     code = torchrun.wait()
     return code if code >= 0 else 128 - code
 

@@ -1,11 +1,12 @@
 # pyright: basic, reportMissingImports=false
-"""Machines of a Ray cluster: a placement group with a bundle a machine, and in each a named actor that starts
-``staleflow.launch.machine`` there and looks after it. Nothing else goes through Ray, no payload and no weights.
+"""Machines of a Ray cluster: a placement group with one bundle per machine, and a named actor in each bundle.
+
+The actor starts and supervises ``staleflow.launch.machine``. Neither payload nor weights pass through Ray.
 
     python -m staleflow.launch.ray_machines JSON-OF-FLEET
 
-This process is Ray's driver, a child of the supervisor on the machine that launches. When it ends, so do the actors,
-and with them their machines. An actor whose node is lost is started by Ray on another one.
+This process is Ray's driver and a child of the supervisor on the launching machine. When it ends, the actors and their
+machines end, too. If a node is lost, Ray restarts its actor on another node.
 """
 
 import os
@@ -24,57 +25,57 @@ from staleflow.configs.loading.presence import check_package
 from staleflow.configs.schema import Config
 from staleflow.launch.keys import files_for
 from staleflow.launch.network import tcp
-from staleflow.launch.placement import MEET, Place, machine_cpus, machine_words, places
+from staleflow.launch.placement import RENDEZVOUS_PORT_OFFSET, Place, machine_cpus, machine_words, places
 from staleflow.net.addresses import reachable
 from staleflow.net.keys import VARIABLE as KEY_VARIABLE
 from staleflow.supervisor import lifeline
 from staleflow.supervisor.children import GAVE_UP, Restarts
-from staleflow.supervisor.drain import MACHINE_S
+from staleflow.supervisor.drain import MACHINE_TIMEOUT_S
 from staleflow.supervisor.lifeline import VARIABLE, Lifeline
 from staleflow.supervisor.roles import Kind, Role
 from staleflow.supervisor.stopping import StopSignals
 
-RAY = install("ray")
+INSTALL_RAY = install("ray")
 POLL_INTERVAL_S = 0.5
-ABSENT = -1000
-"""Instead of an exit code: there was no machine."""
-MOVES = 3
-"""Exit code of what takes a machine's place for a moment, so that it starts again and meets the others elsewhere."""
-PLACED_S = 30.0
-"""Between two words about a placement that Ray cannot make yet."""
+NOT_STARTED = -1000
+"""Pseudo exit code: this actor has not started a machine yet."""
+MOVING = 3
+"""Exit code of a placeholder that replaces a machine briefly, so that it restarts with the new rendezvous address."""
+PLACEMENT_LOG_INTERVAL_S = 30.0
+"""Seconds between two messages about a placement that Ray cannot make yet."""
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver is told; on its command line as JSON, so it holds no secret."""
+    """Parameters of the driver, passed on its command line as JSON; they must not contain secrets."""
 
     name: str
     address: str
-    """Of the Ray cluster."""
+    """Address of the Ray cluster."""
     scheduler: str
-    """Where it is bound; at every interface: it is reached at this node's address in the Ray cluster."""
+    """Address that the scheduler binds; if it is a wildcard, machines connect to this node's address in the cluster."""
     port: int
     bundles: list[dict[str, float]]
     places: list[Place]
-    """Of the machine in each bundle."""
+    """Place of the machine in each bundle."""
     key_files: list[list[str]]
 
 
 def check() -> None:
-    """``ConfigError`` unless ray is installed."""
-    check_package("launch", "ray", "ray", RAY)
+    """Raise ``ConfigError`` unless ray is installed."""
+    check_package("launch", "ray", "ray", INSTALL_RAY)
 
 
 def fleet(config: Config, address: str = "auto") -> Fleet:
-    """``config``: the run's, with ``[launch]``."""
-    found = places(config)
+    """Return the fleet of the driver. ``config`` is the run's, with ``[launch]``."""
+    all_places = places(config)
     return Fleet(
         name=config.name,
         address=address,
         scheduler=config.scheduler.bind,
         port=config.launch.port,
-        bundles=[_bundle(config, place) for place in found],
-        places=found,
-        key_files=[[str(path) for path in files_for(config, place)] for place in found],
+        bundles=[_bundle(config, place) for place in all_places],
+        places=all_places,
+        key_files=[[str(path) for path in files_for(config, place)] for place in all_places],
     )
 
 
@@ -84,13 +85,13 @@ def _bundle(config: Config, place: Place) -> dict[str, float]:
 
 
 def machines(fleet: Fleet) -> Role:
-    """The driver, to be started beside the servers; last words are those of the trainer in it."""
+    """Return the role of the driver. It counts as the trainer, because it contains it and must be drained like it."""
     words = (sys.executable, "-m", "staleflow.launch.ray_machines", msgspec.json.encode(fleet).decode())
     return Role(name="ray", kind=Kind.TRAINER, command=words)
 
 
 class Actor:
-    """In a process of Ray's on the machine: starts it, and says how it is."""
+    """Ray actor that starts a machine on its node and reports its state."""
 
     def __init__(self, keys: dict[str, bytes]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="staleflow-")  # mode 0700
@@ -103,19 +104,19 @@ class Actor:
         self._process: subprocess.Popen[bytes] | None = None
 
     def host(self) -> str:
-        """The address of this node in the Ray cluster."""
+        """Return the address of this node in the Ray cluster."""
         import ray
 
         return str(ray.util.get_node_ip_address())
 
     def node(self) -> str:
-        """Ray's name of this node."""
+        """Return Ray's identifier of this node."""
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
 
     def start(self, words: Sequence[str]) -> None:
-        """Starts the machine, in place of one that there may be."""
+        """Start the machine; stop the previous one first."""
         self.stop()
         self._lifeline = Lifeline()
         environment = {**os.environ, VARIABLE: str(self._lifeline.read_fd)}
@@ -130,24 +131,24 @@ class Actor:
         )
 
     def code(self) -> int | None:
-        """Its exit code; None while it runs. ``ABSENT``: nothing was started by this actor, which is a new one."""
-        return ABSENT if self._process is None else self._process.poll()
+        """Return the exit code of the machine; None while it runs, ``NOT_STARTED`` if this actor is new."""
+        return NOT_STARTED if self._process is None else self._process.poll()
 
     def stop(self) -> None:
-        """The machine drains; waits until it has ended."""
+        """Drain the machine and wait until it has exited."""
         if self._lifeline is not None and self._process is not None:
             self._lifeline.close()
             self._process.wait()
             self._lifeline = None
 
     def leave(self) -> None:
-        """As ``stop``, for good: its keys go from this machine, too. An actor that is killed leaves them."""
+        """Stop the machine and delete its keys from this node. An actor that is killed leaves the keys behind."""
         self.stop()
         self._folder.cleanup()
 
 
 class Driver:
-    """Holds the actors and starts what they must start."""
+    """Owner of the actors; starts and restarts their machines."""
 
     def __init__(self, fleet: Fleet, ray: Any) -> None:
         self._fleet = fleet
@@ -159,23 +160,23 @@ class Driver:
         self._restarts = [Restarts() for _ in fleet.places]
         self._started_at = [0.0 for _ in fleet.places]
         self._restart_at = dict[int, float]()
-        """By number of the machine, of those that wait to be started again."""
+        """Monotonic time of each pending restart, by index of the machine."""
 
-    def placed(self, stop: StopSignals) -> bool:
-        """Places the machines on a node each; False if somebody stops it meanwhile."""
+    def place(self, stop: StopSignals) -> bool:
+        """Place each machine on a node of its own. Return False if a signal arrives before Ray has placed them."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        ray, told = self._ray, time.monotonic() - PLACED_S
+        ray, fleet = self._ray, time.monotonic() - PLACEMENT_LOG_INTERVAL_S
         group = placement_group(self._fleet.bundles, strategy="STRICT_SPREAD", name=self._fleet.name)
         while not ray.wait([group.ready()], timeout=POLL_INTERVAL_S)[0]:
             if stop.wait(0.0):
                 return False
-            if time.monotonic() - told >= PLACED_S:
-                told = time.monotonic()
+            if time.monotonic() - fleet >= PLACEMENT_LOG_INTERVAL_S:
+                fleet = time.monotonic()
                 nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
                 room = [{key: node.get(key, 0) for key in self._fleet.bundles[0]} for node in nodes]
-                say(f"Ray waits for nodes: wanted {self._fleet.bundles}, one a node; the cluster has {room}")
+                print_line(f"Ray waits for nodes: wanted {self._fleet.bundles}, one a node; the cluster has {room}")
         actor = ray.remote(Actor)
         for at, bundle in enumerate(self._fleet.bundles):
             keys = {Path(path).name: Path(path).read_bytes() for path in self._fleet.key_files[at]}
@@ -190,34 +191,36 @@ class Driver:
             self._actors.append(placing.remote(keys))
         return True
 
-    def look(self) -> int | None:
-        """Starts what is not running; the exit code once there is nothing to wait for."""
+    def poll(self) -> int | None:
+        """Start the machines that do not run. Return the exit code once all have ended, else None."""
         from ray.exceptions import RayActorError
 
         codes = list[int | None]()
         try:
-            self._meet_again()
+            self._update_rendezvous()
             for at, actor in enumerate(self._actors):
                 code = self._ray.get(actor.code.remote())
                 if code is not None and code not in (0, 2):
-                    if not self._start_again(at, code):
-                        say(f"{self._fleet.places[at].name} ended again and again, last with {code}")
+                    if not self._restart_if_due(at, code):
+                        print_line(f"{self._fleet.places[at].name} keeps dying, last with exit code {code}")
                         return 2
                     code = None
                 codes.append(code)
         except RayActorError as error:
-            say(f"an actor is lost, Ray starts it anew: {' '.join(str(error).split())[:200]}")
+            print_line(f"an actor was lost, Ray restarts it: {' '.join(str(error).split())[:200]}")
             time.sleep(POLL_INTERVAL_S)
             return None
         if 2 in codes:
             return 2
         return 0 if all(code == 0 for code in codes) else None
 
-    def _start_again(self, at: int, code: int) -> bool:
-        """When its time has come. False: it ended too often. A machine that was not there, or has to move, comes at
-        once."""
+    def _restart_if_due(self, at: int, code: int) -> bool:
+        """Restart a machine when its back-off is over. Return False if it ended too often.
+
+        A machine that was never started, or that must move, starts at once.
+        """
         now = time.monotonic()
-        if code not in (ABSENT, MOVES) and at not in self._restart_at:
+        if code not in (NOT_STARTED, MOVING) and at not in self._restart_at:
             worked_s = 0.0 if code == GAVE_UP else now - self._started_at[at]
             if (delay_s := self._restarts[at].after(worked_s)) is None:
                 return False
@@ -229,53 +232,55 @@ class Driver:
         return True
 
     def _start(self, at: int, code: int) -> None:
-        """``code``: how the machine ended before."""
+        """Start a machine. ``code`` is the exit code of the previous one."""
         place, actor = self._fleet.places[at], self._actors[at]
         self._ray.get(actor.start.remote(machine_words(place, self._connect, self._meet)))
         where = f"{self._ray.get(actor.host.remote())}, node {self._ray.get(actor.node.remote())}"
-        say(f"{place.name} started at {where}" + (f"; it had ended with {code}" if code != ABSENT else ""))
+        print_line(f"{place.name} started at {where}" + (f"; it had exited with {code}" if code != NOT_STARTED else ""))
 
-    def _meet_again(self) -> None:
-        """Ranks of several machines meet at the first one; when that has moved, all of them start anew."""
+    def _update_rendezvous(self) -> None:
+        """Determine the rendezvous of the ranks, on the first trainer machine; restart all of them if it has moved."""
         parts = [place.part for place in self._fleet.places]
         first = parts.index("trainer")
         if self._fleet.places[first].machines == 1:
             return
-        meet = f"{self._ray.get(self._actors[first].host.remote())}:{self._fleet.port + MEET}"
+        meet = f"{self._ray.get(self._actors[first].host.remote())}:{self._fleet.port + RENDEZVOUS_PORT_OFFSET}"
         if self._meet not in ("", meet):
             trainers = [actor for part, actor in zip(parts, self._actors, strict=True) if part == "trainer"]
-            self._ray.get([actor.start.remote(("-c", f"raise SystemExit({MOVES})")) for actor in trainers])
+            self._ray.get([actor.start.remote(("-c", f"raise SystemExit({MOVING})")) for actor in trainers])
         self._meet = meet
 
     def stop(self) -> None:
-        """All machines drain."""
+        """Drain all machines."""
         from ray.exceptions import RayError
 
         try:
-            self._ray.get([actor.leave.remote() for actor in self._actors], timeout=MACHINE_S - 5.0)
+            self._ray.get([actor.leave.remote() for actor in self._actors], timeout=MACHINE_TIMEOUT_S - 5.0)
         except RayError as error:
-            say(f"not every machine has said that it ended: {' '.join(str(error).split())[:200]}")
+            print_line(f"not every machine confirmed its end: {' '.join(str(error).split())[:200]}")
 
 
-def say(text: str) -> None:
-    """One line on standard output."""
+def print_line(text: str) -> None:
+    """Write one line to standard output, unbuffered."""
     os.write(1, f"{text}\n".encode())
 
 
 def main() -> int:
-    """Until the machines have ended or this process is asked to end; the exit code."""
+    """Run until the machines have ended or a signal arrives; return the exit code."""
     import ray
 
-    lifeline.hold()
-    told = msgspec.json.decode(sys.argv[1], type=Fleet)
+    lifeline.watch_supervisor()
+    fleet = msgspec.json.decode(sys.argv[1], type=Fleet)
     with StopSignals() as stop:
-        ray.init(address=told.address, namespace=f"staleflow-{told.name}", log_to_driver=True, logging_level="warning")
-        driver = Driver(told, ray)
+        ray.init(
+            address=fleet.address, namespace=f"staleflow-{fleet.name}", log_to_driver=True, logging_level="warning"
+        )
+        driver = Driver(fleet, ray)
         try:
-            if not driver.placed(stop):
+            if not driver.place(stop):
                 return 0
             while not stop.wait(POLL_INTERVAL_S):
-                if (code := driver.look()) is not None:
+                if (code := driver.poll()) is not None:
                     return code
             return 0
         finally:

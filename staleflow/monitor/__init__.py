@@ -1,1 +1,1 @@
-"""Shows a run to a person: what it does, how stale its data is, and why anything waits."""
+"""Monitor of a run: activity, staleness, and the reason of each wait."""

@@ -1,4 +1,4 @@
-"""The summary at the end of a run, as a table."""
+"""Print the summary at the end of a run as a table."""
 
 from rich import box
 from rich.console import Console
@@ -11,7 +11,7 @@ from staleflow.supervisor.summary import Summary
 
 
 def rows(it: Summary) -> list[tuple[str, str]]:
-    """What stands in the table, in order. Pure."""
+    """Return the (label, value) rows of the table in order."""
     violations = "no trace" if it.violations is None else str(it.violations)
     return [
         ("run", it.name),
@@ -34,7 +34,7 @@ def rows(it: Summary) -> list[tuple[str, str]]:
 
 
 def print_summary(it: Summary, console: Console) -> None:
-    """To a terminal or a log."""
+    """Print the table to a terminal or a log."""
     colour = "green" if it.good else "red"
     table = Table(box=box.ROUNDED, show_header=False, border_style=colour)
     table.add_column(style="dim", no_wrap=True)

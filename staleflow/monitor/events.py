@@ -1,4 +1,4 @@
-"""Noteworthy lines of a trace as a person would say them, with a tone: good, warn, bad or nothing."""
+"""Describe notable events of a trace in words, with a tone: good, warn, bad or none."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,33 +9,33 @@ from staleflow.store.disk_errors import trouble
 Line = Mapping[str, Any]
 
 
-def told(line: Line) -> tuple[str, str]:
-    """Words and tone of one line; a kind that is not known here is named as it is."""
-    say = _WORDS.get(str(line.get("ev")))
-    return (str(line.get("ev")), "") if say is None else say(line)
+def describe(line: Line) -> tuple[str, str]:
+    """Return the words and the tone for one event; an event of an unknown kind is described by its name."""
+    describe_kind = _WORDS.get(str(line.get("ev")))
+    return (str(line.get("ev")), "") if describe_kind is None else describe_kind(line)
 
 
 def _open(line: Line) -> tuple[str, str]:
-    return f"the scheduler is up: bound {line['max_staleness']}, batches of {line['batch_size']}", "good"
+    return f"scheduler started: bound {line['max_staleness']}, batches of {line['batch_size']}", "good"
 
 
 def _auth(line: Line) -> tuple[str, str]:
-    return f"{line['peer']} was turned away{_times(line)}: {line['why']}", "bad"
+    return f"{line['peer']} was rejected{_times(line)}: {line['why']}", "bad"
 
 
 def _attach(line: Line) -> tuple[str, str]:
-    return f"{_who(line)} attaches" + (f": {line['why']}" if line["why"] else ""), ""
+    return f"{_who(line)} attached" + (f": {line['why']}" if line["why"] else ""), ""
 
 
 def _detach(line: Line) -> tuple[str, str]:
     silent = line["why"] == "silent"
-    return f"{_who(line)} {'is silent' if silent else 'leaves'}" + (
+    return f"{_who(line)} {'is silent' if silent else 'left'}" + (
         f": {line['why']}" if line["why"] and not silent else ""
     ), "warn"
 
 
 def _publish(line: Line) -> tuple[str, str]:
-    return f"version {line['version']} is published, {amount(line['bytes'])}", "good"
+    return f"version {line['version']} published, {amount(line['bytes'])}", "good"
 
 
 def _pull(line: Line) -> tuple[str, str]:
@@ -43,49 +43,50 @@ def _pull(line: Line) -> tuple[str, str]:
 
 
 def _join(line: Line) -> tuple[str, str]:
+    version, term = line["checkpoint"]["version"], line["trainer_term"]
     return (
-        f"{worker_name(line['trainer'])} joins at version {line['checkpoint']['version']}, term {line['trainer_term']}",
+        f"{worker_name(line['trainer'])} joined at version {version}, term {term}",
         "",
     )
 
 
 def _rollback(line: Line) -> tuple[str, str]:
-    return f"rolled back to version {line['to_version']}: lineage {line['lineage']} begins", "bad"
+    return f"rolled back to version {line['to_version']}: lineage {line['lineage']} starts", "bad"
 
 
 def _release(line: Line) -> tuple[str, str]:
-    return f"group {line['group']} is given up: {line['why']}", "warn"
+    return f"group {line['group']} released: {line['why']}", "warn"
 
 
 def _drop(line: Line) -> tuple[str, str]:
-    return f"group {line['group']} is dropped: {line['why']}, {plural(line['tokens'], 'token')}", "warn"
+    return f"group {line['group']} dropped: {line['why']}, {plural(line['tokens'], 'token')}", "warn"
 
 
 def _seal(line: Line) -> tuple[str, str]:
     masked = f", {line['masked_tokens']:,} masked" if line["masked_tokens"] else ""
-    return f"step {line['step']} has its batch: {plural(line['tokens'], 'token')}{masked}", ""
+    return f"batch of step {line['step']} sealed: {plural(line['tokens'], 'token')}{masked}", ""
 
 
 def _unseal(line: Line) -> tuple[str, str]:
-    return f"batch {line['batch']} is taken apart: {line['why']}", "bad"
+    return f"batch {line['batch']} unsealed: {line['why']}", "bad"
 
 
 def _checkpoint(line: Line) -> tuple[str, str]:
-    return f"a checkpoint is safe; the oldest that is kept is of version {line['version']}", "good"
+    return f"checkpoint saved; the oldest kept one is version {line['version']}", "good"
 
 
 def _reject(line: Line) -> tuple[str, str]:
-    return f"{_who(line)} was refused a {line['op']}{_times(line)}: {line['code']}", "warn"
+    return f"{_who(line)}: {line['op']} rejected{_times(line)}: {line['code']}", "warn"
 
 
 def _overload(line: Line) -> tuple[str, str]:
     if line["on"]:
         return f"the {trouble(line['resource'])} ({100 * line['used']:.0f} % of the map used): new work waits", "bad"
-    return "there is room again", "good"
+    return "space is available again", "good"
 
 
 def _close(line: Line) -> tuple[str, str]:
-    return f"the scheduler closes: {line['why']}", ""
+    return f"the scheduler closed the trace: {line['why']}", ""
 
 
 def _times(line: Line) -> str:

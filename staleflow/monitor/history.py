@@ -1,4 +1,4 @@
-"""What one look cannot tell: curves, rates, and where the trainer's time went. Fed with every snapshot."""
+"""State that spans several snapshots: curves, rates, and the use of the trainer's time."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -10,45 +10,45 @@ from staleflow.metrics.reader import numbers
 from staleflow.monitor.lineages import Lineages
 from staleflow.supervisor.view import Snapshot
 
-CURVE = 80
-"""Steps of a curve."""
-SPARKS = 60
-"""Looks of an engine's curve, ``SPARK_S`` apart at least."""
-SPARK_S = 0.9
-MINUTE_S = 60.0
-"""Over which the trainer's time is shared out."""
+MAX_CURVE_STEPS = 80
+"""Maximum number of steps in a curve."""
+MAX_SPARKS = 60
+"""Maximum number of values in an engine's curve, at least ``SPARK_INTERVAL_S`` apart."""
+SPARK_INTERVAL_S = 0.9
+TRAINER_WINDOW_S = 60.0
+"""Window for the shares of the trainer's time."""
 STEP_TIMES = ("time/step", "time/wait_for_batch", "time/train", "time/publish")
 
 
 @dataclass(slots=True)
 class History:
-    """Remembers; ``see`` takes in one snapshot after another."""
+    """Accumulated history of a run; call ``see`` with every snapshot in order."""
 
     rewards: dict[int, float] = field(default_factory=dict[int, float])
     losses: dict[int, float] = field(default_factory=dict[int, float])
     held_out: dict[int, float] = field(default_factory=dict[int, float])
-    """These three by step, of the history that survived."""
+    """Rewards, losses and held-out rewards by step, without steps that were rolled back."""
     steps: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
-    """(elapsed seconds, version), once a version, since the last rollback."""
+    """(elapsed seconds, version) of each version since the last rollback."""
     staleness_mean: float | None = None
-    """Of the last step."""
+    """Mean staleness of the last step."""
     staleness_max: int | None = None
-    """Of all steps seen."""
+    """Maximum staleness over all steps."""
     masked: float | None = None
-    """Share of the last step's tokens."""
+    """Masked share of the last step's tokens."""
     trained_per_s: float = 0.0
     step_times: tuple[tuple[str, float], ...] = ()
-    generated: deque[float] = field(default_factory=lambda: deque[float](maxlen=SPARKS))
-    """Tokens a second of all engines."""
+    generated: deque[float] = field(default_factory=lambda: deque[float](maxlen=MAX_SPARKS))
+    """Tokens per second of all engines."""
     sparks: dict[str, deque[float]] = field(default_factory=dict[str, deque[float]])
-    """The same of each engine, by its worker."""
+    """Tokens per second of each engine, by worker."""
     trainer: deque[tuple[float, str]] = field(default_factory=deque[tuple[float, str]])
-    """(elapsed seconds, what it does from then on)."""
-    _sparked_s: float = -SPARK_S
+    """(elapsed seconds, activity of the trainer from then on)."""
+    _sparked_s: float = -SPARK_INTERVAL_S
     _lineages: Lineages = field(default_factory=Lineages)
 
     def see(self, snapshot: Snapshot) -> None:
-        """Takes in one snapshot."""
+        """Add one snapshot."""
         newest: Mapping[str, Any] = snapshot.status.get("metrics") or {}
         first: Mapping[str, Any] = snapshot.status.get("first_metrics") or {}
         for line in (*([numbers(first)] if first else ()), *snapshot.lines, numbers(newest)):
@@ -58,7 +58,7 @@ class History:
             self.steps.clear()
         if version >= 0 and (not self.steps or version > self.steps[-1][1]):
             self.steps.append((snapshot.elapsed_s, version))
-        if snapshot.elapsed_s >= self._sparked_s + SPARK_S:
+        if snapshot.elapsed_s >= self._sparked_s + SPARK_INTERVAL_S:
             self._sparked_s = snapshot.elapsed_s
             self._spark(snapshot.status)
         self._see_trainer(snapshot)
@@ -68,7 +68,7 @@ class History:
         rates = {str(it.get("worker") or it.get("name")): float(it.get("tokens_per_s") or 0.0) for it in instances}
         if rates:
             self.generated.append(sum(rates.values()))
-        self.sparks = {worker: self.sparks.get(worker) or deque(maxlen=SPARKS) for worker in rates}
+        self.sparks = {worker: self.sparks.get(worker) or deque(maxlen=MAX_SPARKS) for worker in rates}
         for worker, rate in rates.items():
             self.sparks[worker].append(rate)
 
@@ -77,17 +77,20 @@ class History:
         if int(status.get("version", -1)) < 0 or "trainer_waits" not in status or status.get("finished"):
             return
         self.trainer.append((now_s, str(status["trainer_waits"]) or "trains"))
-        while len(self.trainer) > 1 and self.trainer[1][0] <= now_s - MINUTE_S:
+        while len(self.trainer) > 1 and self.trainer[1][0] <= now_s - TRAINER_WINDOW_S:
             self.trainer.popleft()
 
     def trainer_time(self) -> tuple[tuple[str, float], ...]:
-        """Shares of what it did in the last minute, training first; before there are two looks, in its last step."""
+        """Return the shares of the trainer's activities in the last minute, training first.
+
+        Before there are two samples, return those of its last step.
+        """
         if len(self.trainer) < 2:
             return self._last_step()
         seconds: dict[str, float] = {}
-        looks = list(self.trainer)
-        for (began_s, doing), (ended_s, _) in pairwise(looks):
-            began_s = max(began_s, looks[-1][0] - MINUTE_S)
+        samples = list(self.trainer)
+        for (began_s, doing), (ended_s, _) in pairwise(samples):
+            began_s = max(began_s, samples[-1][0] - TRAINER_WINDOW_S)
             seconds[doing] = seconds.get(doing, 0.0) + ended_s - began_s
         whole_s = sum(seconds.values())
         if whole_s <= 0:
@@ -97,7 +100,7 @@ class History:
         )
 
     def _last_step(self) -> tuple[tuple[str, float], ...]:
-        """As the trainer says, who does not know what it waited for."""
+        """Return the shares of the last step from the trainer's metrics, which do not contain the cause of a wait."""
         times = dict(self.step_times)
         step_s, waited_s = times.get("time/step", 0.0), times.get("time/wait_for_batch", 0.0)
         if step_s <= 0:
@@ -106,9 +109,9 @@ class History:
         return (("trains", 1.0 - waited), ("its batch", waited))
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """Takes in one line of ``metrics.jsonl``; every value is a number or None."""
+        """Add one line of ``metrics.jsonl``; every value is a number or None."""
         if self._lineages.is_old(line):
-            return  # a status that is older than the file
+            return  # the status is older than the file
         self._lineages.take_back(line, self.rewards, self.losses, self.held_out)
         step = int(line.get("step") or 0)
         if (reward := line.get("reward/mean")) is not None:
@@ -119,23 +122,25 @@ class History:
             self.held_out[step] = float(held_out)
         if "time/step" in line:
             self.step_times = tuple((key, float(line[key])) for key in STEP_TIMES if line.get(key) is not None)
-        most, rate = line.get("off_policy/max"), line.get("perf/tokens_per_second")
-        if most is not None or rate is not None:  # a step's; a scheduler that came back may not know the ages of one
+        max_age, rate = line.get("off_policy/max"), line.get("perf/tokens_per_second")
+        if (
+            max_age is not None or rate is not None
+        ):  # line of a step; a restarted scheduler may not know the ages of one
             self.staleness_mean = line.get("off_policy/mean")
             self.masked = line.get("staleness/masked_token_ratio")
-        if most is not None:
-            self.staleness_max = max(int(most), self.staleness_max or 0)
+        if max_age is not None:
+            self.staleness_max = max(int(max_age), self.staleness_max or 0)
         if rate is not None:
             self.trained_per_s = float(rate)
 
     def curve(self, values: Mapping[int, float]) -> tuple[float, ...]:
-        """Of the last steps."""
-        return tuple(values[step] for step in sorted(values)[-CURVE:])
+        """Return the values of the last steps."""
+        return tuple(values[step] for step in sorted(values)[-MAX_CURVE_STEPS:])
 
     def left_s(self, steps: int, window: int = 20) -> float | None:
-        """Seconds until the last step at the pace of the last ones; None before there is a pace, and after the end."""
-        seen = self.steps[-window - 1 :]
-        if len(seen) < 3 or seen[-1][1] >= steps:
+        """Return the estimated seconds until the last step, at the pace of the recent ones; None if unknown or done."""
+        recent = self.steps[-window - 1 :]
+        if len(recent) < 3 or recent[-1][1] >= steps:
             return None
-        (began, first), (now, last) = seen[0], seen[-1]
+        (began, first), (now, last) = recent[0], recent[-1]
         return (steps - last) * (now - began) / (last - first)

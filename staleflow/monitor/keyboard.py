@@ -1,4 +1,4 @@
-"""Single keys from a terminal, without waiting for a line; and what Ctrl-Z and ``fg`` take away and give back."""
+"""Read single keys from a terminal in cbreak mode, with support for Ctrl-Z and ``fg``."""
 
 import contextlib
 import os
@@ -39,20 +39,20 @@ SINGLE = {
     b"\t": "tab",
     b"\x03": "interrupt",
 }
-MOST = 256
-"""Bytes that are read at once: more than anybody types between two looks."""
+MAX_READ_BYTES = 256
+"""Maximum bytes per read, more than a user types between two reads."""
 
 
 SIGNALS = (signal.SIGTSTP, signal.SIGCONT)
 LOCAL_MODES = 3
-"""Place of the local modes in what ``tcgetattr`` returns."""
+"""Index of the local modes in the result of ``tcgetattr``."""
 
 
 class Keyboard:
-    """Keys while it is entered; the terminal is as before afterwards. Without a terminal there never is a key.
+    """Context manager that reads keys and restores the terminal at its end. Without a terminal it returns no keys.
 
-    A job in the background leaves the terminal alone, whoever has it now: it would be stopped otherwise. Ctrl-Z stops
-    the process inside ``read``, with the terminal and the screen given back; ``read`` takes them again after ``fg``.
+    A background job must not touch the terminal: the kernel would stop it. Ctrl-Z suspends the process inside ``read``,
+    after terminal and screen have been restored; ``read`` takes them back after ``fg``.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -61,25 +61,25 @@ class Keyboard:
         self._before: Any = None
         self._handlers: dict[signal.Signals, Any] = {}
         self._wakes: tuple[int, int] | None = None
-        """A pipe: a signal must not wait until a key comes."""
-        self._asked = False
-        """To stop."""
+        """Self-pipe that wakes ``select`` when a signal arrives."""
+        self._stop_requested = False
+        """True after Ctrl-Z, until the process has been suspended."""
         self._leave: Callable[[], None] = _nothing
-        self._again: Callable[[], None] = _nothing
+        self._resume: Callable[[], None] = _nothing
         self.away = False
-        """It was stopped, and the terminal is still somebody else's: nothing may be drawn."""
+        """True after a suspension while another job owns the terminal: nothing may be drawn."""
 
     @property
-    def there(self) -> bool:
-        """Whether there is a terminal to type at."""
+    def is_terminal(self) -> bool:
+        """True if there is a terminal."""
         return self._fd >= 0
 
-    def around_a_stop(self, leave: Callable[[], None], again: Callable[[], None]) -> None:
-        """``leave`` gives the screen back before the process stops; ``again`` takes it once the terminal is its own."""
-        self._leave, self._again = leave, again
+    def on_suspend(self, leave: Callable[[], None], resume: Callable[[], None]) -> None:
+        """Register ``leave`` to restore the screen before a suspension, and ``resume`` to take it back afterwards."""
+        self._leave, self._resume = leave, resume
 
     def __enter__(self) -> "Keyboard":
-        if self.there and threading.current_thread() is threading.main_thread():
+        if self.is_terminal and threading.current_thread() is threading.main_thread():
             self._listen()
         self._take()
         return self
@@ -96,7 +96,7 @@ class Keyboard:
             os.close(end)
 
     def _listen(self) -> None:
-        if signal.getsignal(signal.SIGTSTP) is signal.SIG_IGN:  # whoever started this process wants it so
+        if signal.getsignal(signal.SIGTSTP) is signal.SIG_IGN:  # the parent has disabled job control
             return
         self._wakes = os.pipe()
         for end in self._wakes:
@@ -104,9 +104,9 @@ class Keyboard:
         self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._asked = self._asked or number == signal.SIGTSTP
+        self._stop_requested = self._stop_requested or number == signal.SIGTSTP
         if self._wakes is not None:
-            with contextlib.suppress(BlockingIOError):  # it is awake then
+            with contextlib.suppress(BlockingIOError):  # the pipe is full, so the reader wakes up anyway
                 os.write(self._wakes[1], b"!")
 
     def _restore(self) -> None:
@@ -115,8 +115,8 @@ class Keyboard:
         self._before = None
 
     def _stop(self) -> None:
-        """As Ctrl-Z does by itself, but for the state of the terminal; returns when somebody continues the process."""
-        self._asked = False
+        """Suspend the process like the default action of SIGTSTP, with the terminal restored; return after ``fg``."""
+        self._stop_requested = False
         if not self.away:
             self._leave()
         self._restore()
@@ -126,14 +126,14 @@ class Keyboard:
         signal.signal(signal.SIGTSTP, self._on_signal)
 
     def _in_front(self) -> bool:
-        """The terminal's keys are for this process."""
+        """Return whether this process is in the foreground and receives the terminal's keys."""
         try:
-            return self.there and os.tcgetpgrp(self._fd) == os.getpgrp()
+            return self.is_terminal and os.tcgetpgrp(self._fd) == os.getpgrp()
         except OSError:
             return False
 
     def _take(self) -> bool:
-        """Keys come one by one from now on, if they come here at all. A shell takes that back while we are stopped."""
+        """Switch to cbreak mode if in the foreground. Shells reset the mode while the process is suspended."""
         if not self._in_front():
             return False
         try:
@@ -141,17 +141,17 @@ class Keyboard:
             if self._before is None or modes[LOCAL_MODES] & termios.ICANON:
                 self._before = modes
                 tty.setcbreak(self._fd, termios.TCSADRAIN)
-        except termios.error:  # the terminal is gone
+        except termios.error:  # the terminal was closed
             return False
         if self.away:
             self.away = False
-            self._again()
+            self._resume()
         return True
 
     def read(self, timeout_s: float) -> list[str]:
-        """What was pressed, at the latest after ``timeout_s``; empty then, and after a stop."""
+        """Return the pressed keys after at most ``timeout_s``; empty on a timeout and after a suspension."""
         timeout_s = max(timeout_s, 0.0)
-        if self._asked:
+        if self._stop_requested:
             self._stop()
         if not self._take():
             time.sleep(timeout_s)
@@ -159,24 +159,24 @@ class Keyboard:
         woken = [] if self._wakes is None else [self._wakes[0]]
         try:
             ready, _, _ = select.select([self._fd, *woken], [], [], timeout_s)
-            pressed = os.read(self._fd, MOST) if self._fd in ready else b""
+            pressed = os.read(self._fd, MAX_READ_BYTES) if self._fd in ready else b""
             for end in woken:
                 if end in ready:
-                    os.read(end, MOST)
+                    os.read(end, MAX_READ_BYTES)
         except OSError:
             return []
-        if self._asked:
+        if self._stop_requested:
             self._stop()
             self._take()
         return parse(pressed)
 
 
 def _nothing() -> None:
-    """Where there is no screen."""
+    """Default callback without a screen."""
 
 
 def parse(pressed: bytes) -> list[str]:
-    """Names of keys, and characters as they are; what is neither is left out."""
+    """Return the names of special keys and all printable characters; unknown sequences are dropped."""
     keys: list[str] = []
     while pressed:
         for sequence, name in SEQUENCES.items():
@@ -197,7 +197,7 @@ def parse(pressed: bytes) -> list[str]:
 
 
 def _after_unknown(pressed: bytes) -> bytes:
-    """What follows a sequence of a key that has no name here: it ends with a letter or ``~``."""
+    """Return the bytes after an unknown escape sequence, which ends with a letter or ``~``."""
     for index in range(2, len(pressed)):
         if 0x40 <= pressed[index] <= 0x7E:
             return pressed[index + 1 :]
@@ -205,5 +205,5 @@ def _after_unknown(pressed: bytes) -> bytes:
 
 
 def _length(first: int) -> int:
-    """Bytes of a character of UTF-8 that begins so."""
+    """Return the length of a UTF-8 character from its first byte."""
     return 1 if first < 0xC0 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4

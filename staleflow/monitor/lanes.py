@@ -1,7 +1,7 @@
-"""Who was at work when, from what a run leaves behind: the trace, and the stages' times of each trajectory server.
+"""Reconstruct when each worker was busy, from the trace and the stage times that trajectory servers record.
 
-Times in seconds since the first line of the trace, by the scheduler's clock, without those in which there was no
-scheduler; those of the stages are by their shards' clocks, the same on one host.
+Times are seconds since the first event of the trace by the scheduler's clock, without the periods in which no scheduler
+ran. Times of stages come from the clocks of their shards, which agree with the scheduler's on one host.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ _Seconds = Annotated[float, Meta(ge=0, le=2**53)]
 
 
 class _StageLine(TypedDict):
-    """What is read of a line that a trajectory server writes of a stage's work."""
+    """The fields used here of a line that a trajectory server writes about a stage's work."""
 
     stage: str
     worker: str
@@ -33,14 +33,14 @@ _stage_line = msgspec.json.Decoder(_StageLine).decode
 
 
 class Span(NamedTuple):
-    """One piece of work."""
+    """Interval in which a worker was busy."""
 
     begin_s: float
     end_s: float
 
 
 class Lane(NamedTuple):
-    """One worker's, in order of beginning; of all processes that had its name."""
+    """Busy intervals of one worker in start order, over all processes that had its name."""
 
     kind: str
     """``engine``, ``trainer``, or the name of a stage."""
@@ -49,24 +49,24 @@ class Lane(NamedTuple):
 
 
 def lanes(events: Iterable[dict[str, Any]], stages: Iterable[dict[str, Any]]) -> list[Lane]:
-    """Engines, stages, trainer; in each, workers in the order in which they came."""
-    found: dict[tuple[str, str], list[Span]] = {}
-    begun: dict[tuple[str, int], tuple[str, float]] = {}
+    """Return the lanes of engines, stages and trainer, in this order; workers in order of their first event."""
+    spans_of: dict[tuple[str, str], list[Span]] = {}
+    open_work: dict[tuple[str, int], tuple[str, float]] = {}
     axis = Axis()
     trained: list[tuple[str, Span]] = []
-    free_s = 0.0  # its next batch is delivered while the trainer is still at work on one
+    free_s = 0.0  # end of the previous step: the next batch is delivered while the trainer still works on one
     for event in events:
         now_s = axis.see(event)
         match event["ev"]:
             case "reserve":
                 worker = worker_name(event["worker"])
-                begun["lease", event["lease"]] = worker, now_s
-                found.setdefault(("engine", worker), [])
-            case "push" | "release" if (start := begun.pop(("lease", event["lease"]), None)) is not None:
-                found["engine", start[0]].append(Span(start[1], now_s))
+                open_work["lease", event["lease"]] = worker, now_s
+                spans_of.setdefault(("engine", worker), [])
+            case "push" | "release" if (start := open_work.pop(("lease", event["lease"]), None)) is not None:
+                spans_of["engine", start[0]].append(Span(start[1], now_s))
             case "deliver":
-                begun.setdefault(("step", event["step"]), ("trainer", now_s))
-            case "consume" if (start := begun.pop(("step", event["step"]), None)) is not None:
+                open_work.setdefault(("step", event["step"]), ("trainer", now_s))
+            case "consume" if (start := open_work.pop(("step", event["step"]), None)) is not None:
                 trained.append((start[0], Span(max(start[1], free_s), now_s)))
                 free_s = now_s
             case _:
@@ -74,28 +74,28 @@ def lanes(events: Iterable[dict[str, Any]], stages: Iterable[dict[str, Any]]) ->
     for line in stages:
         begin_s, end_s = axis.at(line["begin_s"]), axis.at(line["end_s"])
         if end_s >= 0:
-            found.setdefault((line["stage"], worker_name(line["worker"])), []).append(Span(begin_s, end_s))
+            spans_of.setdefault((line["stage"], worker_name(line["worker"])), []).append(Span(begin_s, end_s))
     for worker, span in trained:
-        found.setdefault(("trainer", worker), []).append(span)
-    return [Lane(kind, worker, sorted(spans)) for (kind, worker), spans in found.items() if spans]
+        spans_of.setdefault(("trainer", worker), []).append(span)
+    return [Lane(kind, worker, sorted(spans)) for (kind, worker), spans in spans_of.items() if spans]
 
 
 def overlaps(shown: Sequence[Lane]) -> list[tuple[str, str, float]]:
-    """Each two stages, and the seconds in which both were at work."""
+    """Return (stage, stage, seconds in which both were busy) for each pair of stages."""
     kinds = dict.fromkeys(lane.kind for lane in shown if lane.kind not in ("engine", "trainer"))
     merged = {kind: _merged([span for lane in shown if lane.kind == kind for span in lane.spans]) for kind in kinds}
     return [(one, other, _common(merged[one], merged[other])) for one, other in combinations(merged, 2)]
 
 
 def _merged(spans: Sequence[Span]) -> list[Span]:
-    """Disjoint ones that cover the same."""
-    found: list[Span] = []
+    """Return disjoint spans with the same union."""
+    spans_of: list[Span] = []
     for span in sorted(spans):
-        if found and span.begin_s <= found[-1].end_s:
-            found[-1] = Span(found[-1].begin_s, max(found[-1].end_s, span.end_s))
+        if spans_of and span.begin_s <= spans_of[-1].end_s:
+            spans_of[-1] = Span(spans_of[-1].begin_s, max(spans_of[-1].end_s, span.end_s))
         else:
-            found.append(span)
-    return found
+            spans_of.append(span)
+    return spans_of
 
 
 def _common(left: Sequence[Span], right: Sequence[Span]) -> float:
@@ -110,7 +110,7 @@ def _common(left: Sequence[Span], right: Sequence[Span]) -> float:
 
 
 def stage_lines(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Of every trajectory server of the run, older files first; a torn or strange line is left out."""
+    """Yield the stage lines of every trajectory server, older files first; malformed lines are skipped."""
     for path in sorted(run_dir.glob("stages-*.jsonl"), key=lambda path: (not path.name.endswith(".old.jsonl"), path)):
         for line in path.read_bytes().split(b"\n"):
             try:

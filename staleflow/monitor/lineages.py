@@ -1,22 +1,25 @@
-"""Which lines of ``metrics.jsonl`` belong to the history that survived. Pure."""
+"""Filter lines of ``metrics.jsonl`` that a rollback has made obsolete. No IO."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 class Lineages:
-    """Takes lines in their order. The first of a later lineage says where that one began: at its step, or, where it is
-    an evaluation before the first step, after it."""
+    """Tracks the lineages of lines in file order.
+
+    The first line of a later lineage marks the rollback point: its own step, or, if it is an evaluation before the
+    first step, the step after it.
+    """
 
     def __init__(self) -> None:
         self._newest = 0
 
     def is_old(self, line: Mapping[str, Any]) -> bool:
-        """Whether ``line`` is from before a rollback that is known."""
+        """Return whether ``line`` precedes a known rollback."""
         return _lineage(line) < self._newest
 
     def take_back(self, line: Mapping[str, Any], *by_step: dict[int, Any]) -> None:
-        """Removes what ``line`` is the first to say was taken back: the steps after its own."""
+        """Remove the steps after that of ``line`` from ``by_step`` if ``line`` is the first of a new lineage."""
         if _lineage(line) <= self._newest:
             return
         self._newest = _lineage(line)

@@ -1,4 +1,4 @@
-"""What a person has chosen to look at, and what each key changes of it. Pure: a key in, the next look out."""
+"""State of the interactive screen and its key bindings. No IO: a function from state and key to the next state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,31 +7,31 @@ from typing import Protocol, TypeVar
 from staleflow.monitor.model import Board
 
 TABS = ("engines", "groups", "stages", "versions", "events", "processes")
-"""Panels with rows, on the keys 1 to 6."""
+"""Tabs with rows, on the keys 1 to 6."""
 SORTS = ("name", "version", "running", "waiting", "kv", "tokens/s", "seen")
-"""Of the engines."""
+"""Sort columns of the engines."""
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 1000.0)
 JUMP_S = 10.0
 PAGE = 10
-FAR = 10**9
-"""Rows: more than any list has."""
-LONGEST = 40
-"""Characters of a filter."""
+ALL_ROWS = 10**9
+"""More rows than any list has."""
+MAX_FILTER_LENGTH = 40
+"""Maximum length of a filter in characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """How the screen is used at the moment."""
+    """User-interface state of the screen."""
 
     tab: str = TABS[0]
     row: int = 0
-    """Chosen row of the tab, or the first line of a story or of the help."""
+    """Selected row of the tab, or first visible line of a story or of the help."""
     sort: str = SORTS[0]
     reverse: bool = False
     needle: str = ""
-    """Rows without it are not shown."""
+    """Filter: only rows that contain it are shown."""
     typing: str = ""
-    """What the next characters belong to: filter, group or nothing."""
+    """Input that receives characters: filter, group, or empty."""
     typed: str = ""
     paused: bool = False
     help: bool = False
@@ -39,15 +39,15 @@ class Look:
     """Group whose story is open."""
     leaving: bool = False
     ends_run: bool = False
-    """Ctrl-C here ends the run itself, and no key leaves: it is the view of ``staleflow run``."""
+    """True in the view of ``staleflow run``: Ctrl-C ends the run, and no key leaves the screen."""
     speed: float | None = None
-    """Of a replay; None: it is live."""
+    """Speed of a replay; None for a live run."""
     jump_s: float = 0.0
-    """To go there in a replay, from where it is; whoever replays takes it back to 0."""
+    """Requested relative seek in a replay; the replay loop resets it to 0."""
 
 
 class Row(Protocol):
-    """Of a list."""
+    """Row of a list."""
 
     @property
     def text(self) -> str: ...
@@ -57,19 +57,22 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 def shown(rows: Sequence[AnyRow], look: Look) -> list[AnyRow]:
-    """Those that the filter leaves."""
+    """Return the rows that match the filter."""
     return [row for row in rows if look.needle in row.text]
 
 
 def is_number(text: str) -> bool:
-    """Of the digits 0 to 9 alone: ``int`` does not read others (²)."""
+    """Return whether the text consists of digits 0 to 9 only; ``str.isdigit`` also accepts ², which ``int`` rejects."""
     return text.isascii() and text.isdecimal()
 
 
 def press(look: Look, key: str, it: Board) -> Look:
-    """``key``: a character, or one of enter, escape, backspace, tab, backtab, up, down, left, right, pageup, pagedown,
-    home, end, interrupt. ``it`` is what the screen shows; how long a story or the help is it does not tell, so that
-    ``end`` is of lists only."""
+    """Return the state after a key press.
+
+    ``key`` is a character, or one of enter, escape, backspace, tab, backtab, up, down, left, right, pageup, pagedown,
+    home, end, interrupt. ``it`` is the board on screen. It does not contain the length of a story or of the help, so
+    ``end`` works in lists only.
+    """
     if key == "interrupt":
         return _leave(look)
     if look.typing:
@@ -107,7 +110,7 @@ def _type(look: Look, key: str) -> Look:
     if look.typing == "group":
         typed = "".join(character for character in typed if is_number(character))[:18]
         return replace(look, typed=typed)
-    return replace(look, typed=typed[:LONGEST], needle=typed[:LONGEST], row=0)
+    return replace(look, typed=typed[:MAX_FILTER_LENGTH], needle=typed[:MAX_FILTER_LENGTH], row=0)
 
 
 def _leave(look: Look) -> Look:
@@ -129,7 +132,7 @@ def _faster(look: Look, by: int) -> Look:
     return replace(look, speed=SPEEDS[min(max(nearest + by, 0), len(SPEEDS) - 1)])
 
 
-_MOVES = {"up": -1, "down": 1, "k": -1, "j": 1, "pageup": -PAGE, "pagedown": PAGE, "home": -FAR, "end": FAR}
+_MOVES = {"up": -1, "down": 1, "k": -1, "j": 1, "pageup": -PAGE, "pagedown": PAGE, "home": -ALL_ROWS, "end": ALL_ROWS}
 _ROWS: dict[str, Callable[[Board], Sequence[Row]]] = {
     "engines": lambda it: it.instances,
     "groups": lambda it: it.pins,
@@ -160,19 +163,19 @@ _REPLAY: dict[str, Callable[[Look], Look]] = {
     "left": lambda look: replace(look, jump_s=-JUMP_S),
 }
 HELP = (
-    ("1 … 6, Tab", "choose a list"),
-    ("↑ ↓ PgUp PgDn", "choose a row, or scroll"),
-    ("Enter", "on a group that pins a step: its story"),
-    ("g NUMBER", "the story of any group"),
-    ("/ TEXT", "only rows with TEXT; Esc shows all again"),
-    ("s, r", "sort the engines by another column, the other way round"),
-    ("Space", "hold the screen still; the run goes on"),
-    ("+ -, ← →", "replay: faster, slower, ten seconds back, ten on"),
+    ("1 … 6, Tab", "select a list"),
+    ("↑ ↓ PgUp PgDn", "select a row, or scroll"),
+    ("Enter", "show the story of a pinning group"),
+    ("g NUMBER", "show the story of any group"),
+    ("/ TEXT", "show only rows with TEXT; Esc shows all"),
+    ("s, r", "sort the engines by the next column, reverse the order"),
+    ("Space", "pause the screen; the run continues"),
+    ("+ -, ← →", "replay: faster, slower, ten seconds back or forward"),
 )
-"""Keys, and what they do."""
-LEAVES = ("q, Ctrl-C", "leave; the run goes on"), ("Ctrl-Z", "back to the shell; fg comes back")
+"""Keys with their descriptions."""
+LEAVES = ("q, Ctrl-C", "leave; the run continues"), ("Ctrl-Z", "suspend to the shell; fg returns")
 ENDS_RUN = (
-    ("Ctrl-C", "end the run; staleflow run --resume goes on with it"),
-    ("Ctrl-Z", "back to the shell; engines and trainer go on; fg comes back"),
+    ("Ctrl-C", "end the run; staleflow run --resume continues it"),
+    ("Ctrl-Z", "suspend to the shell; engines and trainer continue; fg returns"),
 )
-"""The last lines of the help: of a screen that looks on, and of the run's own."""
+"""Last lines of the help: for ``top``, and for the view of ``staleflow run``."""

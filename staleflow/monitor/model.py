@@ -1,6 +1,6 @@
-"""From snapshots to everything that stands on the screen. Pure: values in, words and numbers out.
+"""Turn snapshots into the model of the screen. No IO.
 
-``History`` remembers what one look cannot tell; ``board`` is all that the panels get to see.
+``History`` keeps state across snapshots; ``Board`` is the complete input of the panels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 from staleflow.monitor import rows
 from staleflow.monitor.history import History
-from staleflow.monitor.roles import GROUP_STATES, SILENT_S, RoleRow, groups_in, roles
+from staleflow.monitor.roles import GROUP_STATES, SILENCE_TIMEOUT_S, RoleRow, groups_in, roles
 from staleflow.monitor.rows import AgeRow, EventRow, InstanceRow, PinRow, StageRow, VersionRow, WindowRow
 from staleflow.process.sanitize import printable
 from staleflow.supervisor.view import Snapshot
@@ -17,7 +17,7 @@ from staleflow.supervisor.view import Snapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Something that has a configured limit, and how much of that is in use."""
+    """A resource with a limit, and its use."""
 
     name: str
     used: float
@@ -31,7 +31,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """Everything on the screen."""
+    """Everything on the screen. ``staleflow top --json`` prints these fields."""
 
     name: str
     phase: str
@@ -41,11 +41,11 @@ class Board:
     left_s: float | None
     reward: float | None
     rewards: tuple[float, ...]
-    """Of the last steps, for a curve."""
+    """Rewards of the last steps, for a curve."""
     loss: float | None
     losses: tuple[float, ...]
     held_out: tuple[float, float] | None
-    """First and last."""
+    """First and last held-out reward."""
     staleness_mean: float | None
     staleness_max: int | None
     bound: int | None
@@ -58,7 +58,7 @@ class Board:
     trained_per_s: float
     generated_per_s: float
     generated: tuple[float, ...]
-    """Tokens a second of all engines, for a curve."""
+    """Tokens per second of all engines, for a curve."""
     groups: tuple[tuple[str, int], ...]
     window: tuple[WindowRow, ...]
     batch_size: int
@@ -70,22 +70,22 @@ class Board:
     events: tuple[EventRow, ...]
     """Newest first."""
     trainer: str
-    """What it does now."""
+    """Current activity of the trainer."""
     trainer_time: tuple[tuple[str, float], ...]
-    """Shares of its last minute: trains, or what it waits for, as ``trainer_waits`` of the status names it."""
+    """Shares of the trainer's last minute: ``trains``, or the cause of a wait as in ``trainer_waits`` of the status."""
     step_times: tuple[tuple[str, float], ...]
-    """Seconds of the last step and of its parts, as the trainer says."""
+    """Seconds of the last step and of its parts, from the trainer's metrics."""
     limits: tuple[Limit, ...]
     why: str
     waits: bool
-    """Something waits that should not, in the eyes of the trainer."""
+    """True if the trainer waits or the scheduler is silent."""
     insecure: bool = False
     heard: bool = True
-    """The scheduler has said something."""
+    """True once the scheduler has answered."""
 
 
 def board(name: str, snapshot: Snapshot, history: History) -> Board:
-    """What to show now. ``history`` has seen the snapshot."""
+    """Return the board for a snapshot, which must have been added to ``history`` before."""
     status = snapshot.status
     instances = rows.instances(status, history)
     steps = int(status.get("steps") or 0)
@@ -133,22 +133,22 @@ def board(name: str, snapshot: Snapshot, history: History) -> Board:
 
 
 def _limits(status: Mapping[str, Any], instances: Sequence[InstanceRow], history: History) -> tuple[Limit, ...]:
-    """Engines against their slots, groups against the bound's window, the trainer against its own time."""
+    """Return the use of engine slots, of the admission window, of the trainer's time, and of generated tokens."""
     if not status:
         return ()
-    found: list[Limit] = []
+    limits: list[Limit] = []
     if slots := sum(instance.slots for instance in instances):
         running = sum(instance.running for instance in instances)
-        found.append(Limit(name="engines", used=running, full=slots, unit="samples decode"))
+        limits.append(Limit(name="engines", used=running, full=slots, unit="samples decode"))
     if window := rows.window(status):
         live = sum(row.leased + row.pushed + row.occupied for row in window if not row.sealed)
-        found.append(Limit(name="window", used=live, full=max(row.room for row in window), unit="groups admitted"))
+        limits.append(Limit(name="window", used=live, full=max(row.room for row in window), unit="groups admitted"))
     if time := dict(history.trainer_time()):
-        found.append(Limit(name="trainer", used=time.get("trains", 0.0), full=1.0, unit=""))
+        limits.append(Limit(name="trainer", used=time.get("trains", 0.0), full=1.0, unit=""))
     totals: Mapping[str, Any] = status.get("totals") or {}
-    if (made := int(totals.get("tokens_generated") or totals.get("tokens_pushed") or 0)) > 0:
-        found.append(Limit(name="tokens", used=int(totals.get("tokens_trained") or 0), full=made, unit="trained"))
-    return tuple(found)
+    if (generated := int(totals.get("tokens_generated") or totals.get("tokens_pushed") or 0)) > 0:
+        limits.append(Limit(name="tokens", used=int(totals.get("tokens_trained") or 0), full=generated, unit="trained"))
+    return tuple(limits)
 
 
 def _trainer(status: Mapping[str, Any]) -> str:
@@ -156,7 +156,7 @@ def _trainer(status: Mapping[str, Any]) -> str:
     if status.get("finished"):
         return "done"
     if not status.get("trainer_term"):
-        return "not here"
+        return "not attached"
     if version < 0:
         return "publishes version 0"
     return f"step {version} {'waits' if status.get('trainer_waits') else 'trains'}"
@@ -180,7 +180,7 @@ def _count(value: object) -> int:
 
 
 def _silent(snapshot: Snapshot) -> bool:
-    return bool(snapshot.status) and snapshot.status_age_s > SILENT_S
+    return bool(snapshot.status) and snapshot.status_age_s > SILENCE_TIMEOUT_S
 
 
 def _why(snapshot: Snapshot) -> str:

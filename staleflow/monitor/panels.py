@@ -1,4 +1,4 @@
-"""Each panel's inside, as a function of the board, the look and the cells that it has."""
+"""Draw the content of each panel from the board, the look and the size in cells."""
 
 import io
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from staleflow.monitor.rows import AgeRow, WindowRow
 from staleflow.monitor.words import bar, clock, curve, meter, number, percent, plural, short, whole
 
 MEASURE = Console(file=io.StringIO())
-"""To wrap text; shows nothing."""
+"""Console that measures and wraps text without output."""
 
 COLOURS = {"leased": "blue", "pushed": "cyan", "occupied": "green", "sealed": "magenta", "pinning": "bold red"}
 GLYPHS = {"occupied": "█", "pushed": "▓", "leased": "▒", "room": "·"}
@@ -26,21 +26,24 @@ TIME = {
     "servers": ("░", "red"),
     "its batch": ("▒", "yellow"),
 }
-"""What the trainer's time goes to."""
+"""Glyph and colour of each activity of the trainer."""
 TONES = {"good": "green", "warn": "yellow", "bad": "bold red", "": ""}
 
 
 BRAND = "staleflow "
 SHORTEST_NAME, SHORTEST_BAR, LONGEST_BAR = 12, 6, 40
 WHY_ROWS, WHY_SHARE = 2, 4
-"""Rows of the sentence: so many always, and up to one in four of the screen while it needs them."""
+"""Minimum rows of the "why" sentence, and the divisor of the screen height that gives its maximum."""
 
 
 def header(it: Board, look: Look, width: int) -> RenderableType:
-    """One line: what it is, how it is, how far it is. The last two always stay; where there is no room for all, the bar
-    goes first, then the middle of the name, our own name, and the time left."""
+    """Return one line with the name, the state and the progress of the run.
+
+    State and progress are always shown. If space is short, drop the bar first, then the middle of the name, the brand
+    and the time left.
+    """
     dot = "red" if it.phase.startswith("no answer") else "yellow" if look.paused else "green"
-    phase = "held still" if look.paused else it.phase
+    phase = "paused" if look.paused else it.phase
     state = Text.assemble(("● ", dot), f"{phase} {clock(it.elapsed_s)}")
     far = Text(f"{it.step:,} of {plural(it.steps, 'step')}" if it.steps else plural(it.step, "step") if it.ages else "")
     until = f"  {clock(it.left_s)} left" if it.steps and it.left_s is not None else ""
@@ -63,7 +66,7 @@ def header(it: Board, look: Look, width: int) -> RenderableType:
 
 
 def _shortened(name: str, cells: int) -> str:
-    """Without its middle: what a run is called comes first, when it began comes last."""
+    """Shorten a name in the middle, because it starts with the run's name and ends with its start time."""
     if len(name) <= cells:
         return name
     last = cells // 2
@@ -71,19 +74,19 @@ def _shortened(name: str, cells: int) -> str:
 
 
 def progress(done: float, full: float, cells: int) -> Text:
-    """A bar that can be read without colours."""
+    """Return a progress bar that is readable without colours."""
     filled = min(round(done / full * cells), cells) if full else 0
     return Text.assemble(("━" * filled, "green"), ("·" * (cells - filled), "dim"))
 
 
 def why_rows(it: Board, width: int, height: int) -> int:
-    """Of the sentence, on a screen of ``height`` rows."""
+    """Return the number of rows for the "why" sentence on a screen of ``height`` rows."""
     needed = len(_why(it).wrap(MEASURE, width))
     return max(min(needed, height // WHY_SHARE), WHY_ROWS)
 
 
 def why(it: Board, width: int, rows: int) -> Text:
-    """The sentence, and before it what nobody may overlook; what does not fit ends in an ellipsis."""
+    """Return the "why" sentence, preceded by any violations; text that does not fit ends in an ellipsis."""
     lines = _why(it).wrap(MEASURE, width)
     if len(lines) > rows:
         cut = lines[rows - 1]
@@ -101,17 +104,17 @@ def _why(it: Board) -> Text:
 
 
 def _nothing_yet(it: Board) -> str:
-    """Before the scheduler has said anything."""
+    """Return the text for an empty ``why``: nothing waits, or the scheduler has not answered yet."""
     if it.heard:
         return "nothing waits"
     builder = [role for role in it.roles if role.name == "model"]
     if builder:
-        return f"{it.phase}: {builder[0].doing}; nothing else has been started yet"
-    return f"{it.phase}: the scheduler has not said anything yet"
+        return f"{it.phase}: {builder[0].doing}; no other process has started yet"
+    return f"{it.phase}: no answer from the scheduler yet"
 
 
 def staleness(it: Board, width: int, height: int) -> RenderableType:
-    """For each age three bars: in flight, in queue, trained."""
+    """Return a table with three bars for each age: in flight, in queue, trained."""
     rows = _merged(it.ages, height - 2)
     cells = max((width - 12) // 3 - 5, 2)
     titles = ("in flight", "in queue", "trained") if cells > 3 else ("flight", "queue", "trained")
@@ -136,14 +139,14 @@ def staleness(it: Board, width: int, height: int) -> RenderableType:
 
 
 def _trained(ages: Sequence[AgeRow]) -> str:
-    """Of the last column: everything that was trained so far."""
+    """Return the mean and maximum age of all trained groups."""
     count = sum(row.consumed for row in ages)
     mean = sum(row.age * row.consumed for row in ages) / count if count else None
     return f"mean {number(mean)}  max {whole(max((row.age for row in ages if row.consumed), default=None))}"
 
 
 def _merged(ages: Sequence[AgeRow], height: int) -> list[tuple[str, AgeRow]]:
-    """At most ``height`` rows: neighbours share one where there are more."""
+    """Merge neighbouring ages so that at most ``height`` rows remain."""
     size = max(-(-len(ages) // max(height, 1)), 1)
     rows: list[tuple[str, AgeRow]] = []
     for first in range(0, len(ages), size):
@@ -155,7 +158,7 @@ def _merged(ages: Sequence[AgeRow], height: int) -> list[tuple[str, AgeRow]]:
 
 
 def window(it: Board, width: int, height: int) -> RenderableType:
-    """For each step that can still be filled, what is there for it; one sees the protocol move."""
+    """Return one bar for each open step of the window, with its ready, staged and leased groups."""
     rows = it.window[: max(height - 1, 1)]
     full = max([it.batch_size, *(row.leased + row.pushed + row.occupied for row in rows)])
     cells = max(width - 22, 8)
@@ -181,10 +184,10 @@ def _window_row(row: WindowRow, token: bool, full: int, cells: int) -> Text:
 
 
 def trainer(it: Board, width: int, height: int) -> RenderableType:
-    """What it does, learns, waits for; and what of each limit is used."""
+    """Return the trainer's activity, its curves and waits, and the use of each limit."""
     cells = 12 if width < 90 else 16
     if height <= 4:
-        numbers = len(_both(it, 1))  # one value is no curve
+        numbers = len(_both(it, 1))  # with a curve of one value: nothing is drawn
         both = _both(it, min(cells, max((width - numbers) // 2, 3)))
         return Group(both, _time(it, width), _rates(it, width))
     learning, reward = _learning(it, cells)
@@ -194,13 +197,13 @@ def trainer(it: Board, width: int, height: int) -> RenderableType:
 
 
 def _both(it: Board, cells: int) -> Text:
-    """Loss and reward in one line."""
+    """Return loss and reward in one line."""
     learning, reward = _learning(it, cells)
     return learning.append("   ") + reward
 
 
 def _learning(it: Board, cells: int) -> tuple[Text, Text]:
-    """Step and loss, and the rewards; the last ``cells`` steps of each as a curve."""
+    """Return a line with step and loss and a line with rewards, each with a curve of the last ``cells`` steps."""
     learning = _line("").append(f"{it.trainer}   ", "bold")
     learning.append("loss ", "dim").append(f"{number(it.loss, 3)} ").append(curve(it.losses, cells), "cyan")
     reward = _line("reward ").append(f"{number(it.reward)} ").append(curve(it.rewards, cells), "green")
@@ -210,7 +213,7 @@ def _learning(it: Board, cells: int) -> tuple[Text, Text]:
 
 
 def _time(it: Board, width: int) -> Text:
-    """The last minute as one bar: training, and what it waited for."""
+    """Return the trainer's last minute as one bar: training, and each cause of waiting."""
     text = _line("time  ")
     cells = max(width // (3 if width > 90 else 5), 8)
     names = [name for name, _ in it.trainer_time]
@@ -227,7 +230,7 @@ def _time(it: Board, width: int) -> Text:
             f"{name} {percent(share)}", TIME.get(name, ("", ""))[1]
         )
     if not names:
-        text.append("nothing is known yet", "dim")
+        text.append("no data yet", "dim")
     return text
 
 
@@ -244,7 +247,7 @@ def _rates(it: Board, width: int, *, limits: bool = True) -> Text:
 
 
 def _limits(it: Board, width: int) -> list[Text]:
-    """A bar for each thing that has a limit."""
+    """Return one bar for each limit."""
     cells = max(min(width - 44, 30), 6)
     lines: list[Text] = []
     for limit in it.limits:
@@ -257,5 +260,5 @@ def _limits(it: Board, width: int) -> list[Text]:
 
 
 def _line(label: str) -> Text:
-    """One row that begins with a label and is cut where the panel ends."""
+    """Return a row that starts with a label and is cut at the edge of the panel."""
     return Text(no_wrap=True, overflow="ellipsis").append(label, "dim")

@@ -1,4 +1,4 @@
-"""The same for a log: a line now and then."""
+"""Plain-text view of a run for logs: one line every few seconds."""
 
 import time
 from pathlib import Path
@@ -18,8 +18,10 @@ INTERVAL_S = 5.0
 
 
 class PlainView:
-    """A line every few seconds and at every new phase, the first with ``run_dir`` if it is given. ``summary_to``: the
-    summary goes there, as JSON."""
+    """View that prints a line every few seconds and at every phase change, preceded by ``run_dir`` if given.
+
+    The summary goes to ``summary_to`` as JSON if given, else to ``to`` as a table.
+    """
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class PlainView:
 
     def start(self) -> None:
         if self._run_dir is not None:
-            self.say(f"run directory: {self._run_dir}")
+            self.notify(f"run directory: {self._run_dir}")
 
     def show(self, snapshot: Snapshot) -> None:
         self._history.see(snapshot)
@@ -49,9 +51,9 @@ class PlainView:
         if snapshot.phase == self._phase and now - self._shown_at < self._every_s:
             return
         self._phase, self._shown_at = snapshot.phase, now
-        self.say(line(board(self._name, snapshot, self._history)))
+        self.notify(line(board(self._name, snapshot, self._history)))
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         print(printable_lines(text), file=self._to, flush=True)
 
     def stop(self) -> None:
@@ -65,7 +67,7 @@ class PlainView:
 
 
 def line(it: Board) -> str:
-    """One moment in one line."""
+    """Return the state of the run as one line."""
     parts = [f"{clock(it.elapsed_s):>7}  {it.phase}"]
     if it.steps:
         parts.append(f"{it.step}/{it.steps} steps")
@@ -78,7 +80,7 @@ def line(it: Board) -> str:
         parts.append(INSECURE)
     if it.violations:
         parts.append(plural(it.violations, "violation").upper())
-    said = it.why or (it.roles[0].doing if len(it.roles) == 1 else "")
+    note = it.why or (it.roles[0].doing if len(it.roles) == 1 else "")
     loading = next((f"{role.name} {role.doing}" for role in it.roles if role.doing.startswith("loading: ")), "")
-    said = "; ".join(filter(None, (said, loading)))
-    return "  ".join(parts) + (f"  ({said})" if said else "")
+    note = "; ".join(filter(None, (note, loading)))
+    return "  ".join(parts) + (f"  ({note})" if note else "")

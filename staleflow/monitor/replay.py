@@ -1,7 +1,7 @@
-"""A trace, read again as the status that the scheduler would have given at each moment.
+"""Rebuild from a trace the status that the scheduler would have reported at each moment.
 
-Windows and pins come from the ledger's own ``Window``; the lines only say which group is where. What a trace does not
-tell (what engines queue, how full their caches are) is left at nothing.
+Windows and pins come from the ledger's own ``Window``; events supply the state of each group. Values that a trace does
+not contain, such as the engines' queues and caches, stay empty.
 """
 
 from collections import Counter, deque
@@ -22,49 +22,49 @@ from staleflow.trace.highlights import Recent, noteworthy, short
 
 Line = Mapping[str, Any]
 
-RATE_S = 10.0
-"""Over which tokens a second are counted."""
+RATE_WINDOW_S = 10.0
+"""Window for the rate of tokens per second."""
 MAX_PINS = 16
-FURTHEST = 1_000
-"""From the next step to the newest version, in the trace of any run: one does not go on without the other."""
+MAX_STEP_DISTANCE = 1_000
+"""Maximum distance between the next step and the newest version in a valid trace, as each one waits for the other."""
 
 
 class Contradiction(Exception):
-    """A line speaks of what those before it rule out: of a group that nobody leased, of a step far away."""
+    """An event contradicts the events before it, such as a push without a lease or a step out of range."""
 
 
 class Engine:
-    """What lines say of one instance."""
+    """State of one instance according to the trace."""
 
     def __init__(self) -> None:
         self.version = -1
         self.held: dict[int, None] = {}
         self.command = ""
         self.pushed: deque[tuple[float, int]] = deque()
-        """(second, tokens), of the last ``RATE_S``."""
+        """(second, tokens) within the last ``RATE_WINDOW_S``."""
 
     def tokens_per_s(self, now_s: float) -> float:
-        while self.pushed and self.pushed[0][0] < now_s - RATE_S:
+        while self.pushed and self.pushed[0][0] < now_s - RATE_WINDOW_S:
             self.pushed.popleft()
-        return sum(tokens for _, tokens in self.pushed) / RATE_S
+        return sum(tokens for _, tokens in self.pushed) / RATE_WINDOW_S
 
 
-class Retold:
-    """The run as its trace tells it so far. ``feed`` takes the lines in order, ``status`` says how things are.
+class TraceState:
+    """State of a run according to the events so far. ``feed`` applies events in order; ``status`` returns the state.
 
-    Each line is taken at its word, as ``read_events`` gives it; ``Contradiction`` for one that cannot follow.
+    Events are trusted as ``read_events`` returns them; ``feed`` raises ``Contradiction`` for an impossible one.
     """
 
     def __init__(self, steps: int = 0) -> None:
-        """``steps``: of the whole run, where that is known."""
+        """``steps``: number of steps of the whole run; 0 if unknown."""
         self._steps = steps
         self._opening: Line = {}
         self._window = Window(Limits(max_staleness=0, batch_size=1))
         self._groups: dict[int, Group] = {}
         self._batches: dict[int, list[Group]] = {}
-        """By step: sealed ones, and consumed ones that a rollback may bring back."""
+        """Batches by step: sealed ones, and consumed ones that a rollback may restore."""
         self._masked: dict[int, int] = {}
-        """Tokens of the sealed ones that are too old to train."""
+        """Tokens of the sealed batches that are too old to train."""
         self._workers: dict[str, str] = {}
         self._engines: dict[str, Engine] = {}
         self._totals: Counter[str] = Counter()
@@ -86,11 +86,11 @@ class Retold:
 
     @property
     def now_s(self) -> float:
-        """Seconds since the first line."""
+        """Seconds since the first event."""
         return self._now_s
 
     def at_s(self, line: Line) -> float:
-        """When a line that comes next happens. Monotonic within an incarnation; labels tell the time between two."""
+        """Return the time of the next event: by the monotonic clock within an incarnation, by labels between two."""
         mono_ns, unix_ns = self._last
         if not self._opening:
             return 0.0
@@ -98,7 +98,7 @@ class Retold:
         return self._now_s + max(passed_ns, 0) / 1e9
 
     def feed(self, line: Line) -> None:
-        """Takes in the next line."""
+        """Apply the next event."""
         self._now_s = self.at_s(line)
         self._last = line["m"], line["t"]
         handler = self._on.get(line["ev"])
@@ -112,12 +112,12 @@ class Retold:
             self._recent.add(short(line))
 
     def _check_window(self) -> None:
-        """The newest version and the next step follow each other; every step between them is looked at, and shown."""
+        """Reject a window that is too large to display: every step between version and next step becomes a row."""
         step, version = self._window.step, self._window.version
-        if abs(version - step) > FURTHEST:
+        if abs(version - step) > MAX_STEP_DISTANCE:
             raise ValueError(f"step {step} is next, and version {version} is the newest")
 
-    # --- who is there ------------------------------------------------------------------------------------------
+    # --- peers -------------------------------------------------------------------------------------------------
 
     def _on_open(self, line: Line) -> None:
         if not self._opening:
@@ -210,7 +210,7 @@ class Retold:
         group.state = State.DROPPED
 
     def _unclaim(self) -> None:
-        """What was handed to a streaming trainer before the seal may become another batch."""
+        """Release the claims of a streaming trainer: its groups may become part of another batch."""
         for group in self._claims():
             self._window.leave(group)
             group.claim = NO_CLAIM
@@ -269,7 +269,7 @@ class Retold:
                 self._groups.pop(group.id, None)
 
     def _bring_back(self, step: int) -> None:
-        """Batches of ``step`` and later are none any more; their groups wait again."""
+        """Void the batches of ``step`` and later; their groups become occupied again."""
         self._window.step = Step(step)
         for later in [later for later in self._batches if later >= step]:
             for group in self._batches.pop(later):
@@ -283,7 +283,7 @@ class Retold:
         return int(self._now_s * 1000)
 
     def status(self) -> dict[str, Any]:
-        """As the scheduler's own, as far as a trace goes."""
+        """Return the status in the scheduler's format, as far as a trace contains it."""
         opening, window = self._opening, self._window
         counts, pins = self._counts(), self._pins()
         return {
@@ -389,11 +389,11 @@ class Retold:
         window = self._window
         step, version, steps = int(window.step), int(window.version), self._steps or 2**62
         if self._closed:
-            return "the scheduler has closed the trace"
+            return "the scheduler closed the trace"
         if not self._term:
             return "no trainer has joined"
         if version < 0:
-            return "version 0 is still to be published"
+            return "version 0 is not published yet"
         if step > version + 1 or step >= steps:
             return f"the trainer works on step {version}" if version < steps else "every step is trained"
         training = f"the trainer works on step {version}; " if step > version else ""

@@ -1,4 +1,4 @@
-"""One row a process: what it does, in a few words. Pure."""
+"""Describe the activity of each process in a few words. No IO."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from staleflow.store.disk_errors import trouble
 from staleflow.supervisor.view import ProcessState, Snapshot
 
 Engines = Mapping[str, Mapping[str, Any]]
-"""By name, as the status has them."""
+"""Engines of the status by name."""
 
-SILENT_S = 3.0
-"""A scheduler or worker not heard from for this long is said to be silent."""
+SILENCE_TIMEOUT_S = 3.0
+"""Seconds without a message after which a scheduler or worker is shown as silent."""
 NOT_STAGES = ("rollout", "trainer", "scheduler", "trajectories", "parameters", "relay", "model")
-"""Names of processes that are no worker of a stage: a stage may have any other."""
+"""Name prefixes of processes that are not stage workers; a stage may have any other name."""
 WORKERS = ("rollout", "stage", "trainer")
-NOTED_SHARE = 0.1
-"""Of a trajectory server's map: from there on it is said how much is in use."""
+MIN_SHOWN_SHARE = 0.1
+"""Used share of a trajectory server's map from which it is shown."""
 GROUP_STATES = ("leased", "pushed", "occupied", "sealed", "consumed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleRow:
-    """One process: what it does, in a few words."""
+    """One process and its activity."""
 
     name: str
     doing: str
@@ -33,7 +33,7 @@ class RoleRow:
 
     @property
     def text(self) -> str:
-        """What a filter looks in."""
+        """Text that a filter searches."""
         return f"{self.name} {self.doing}"
 
 
@@ -42,13 +42,13 @@ def roles(snapshot: Snapshot) -> tuple[RoleRow, ...]:
     attached = {str(worker.get("name")) for worker in snapshot.status.get("workers") or ()}
     engines = {str(engine.get("name")): engine for engine in snapshot.status.get("instances") or ()}
     rows = [_process_row(process, snapshot, attached, engines) for process in snapshot.processes]
-    known = {process.name for process in snapshot.processes}
+    supervised = {process.name for process in snapshot.processes}
     for worker in snapshot.status.get("workers") or ():
-        if worker.get("name") in known or worker.get("role") in ("admin", "monitor"):
+        if worker.get("name") in supervised or worker.get("role") in ("admin", "monitor"):
             continue
         seen = float(worker.get("last_seen_s") or 0.0)
         name = str(worker.get("name"))
-        good = seen < SILENT_S
+        good = seen < SILENCE_TIMEOUT_S
         doing = _doing(name, str(worker.get("role")), snapshot, engines) if good else f"silent for {seen:.0f} s"
         rows.append(RoleRow(name=name, doing=doing, good=good))
     return tuple(rows)
@@ -73,7 +73,7 @@ def _process_row(process: ProcessState, snapshot: Snapshot, attached: Set[str], 
 
 
 def role_of(name: str) -> str:
-    """The role behind a name that the supervisor gave."""
+    """Return the role of a process from the name that the supervisor gave it."""
     stem = name.partition("-")[0]
     return stem if stem in NOT_STAGES else "stage"
 
@@ -102,27 +102,29 @@ def _doing(name: str, role: str, snapshot: Snapshot, engines: Engines) -> str:
 
 
 def _relay(name: str, parameters: Mapping[str, Any]) -> str:
-    """How many get their weights there, where the parameter server was asked."""
+    """Describe a relay by its number of readers, if the parameter server's status contains it."""
     places = [it for it in parameters.get("relays") or () if worker_name(str(it.get("relay"))) == name]
     below = int(places[-1].get("num_below") or 0) if places else 0
-    return f"gives weights to {plural(below, 'reader')}" if below else "gives weights on"
+    return f"serves weights to {plural(below, 'reader')}" if below else "serves weights"
 
 
 def _trajectories(name: str, status: Mapping[str, Any]) -> str:
     number, every = name.partition("-")[2], status.get("shards") or ()
     shards = [shard for shard in every if str(shard.get("shard")) == number]
-    held = plural(sum(groups_in(status, state) for state in GROUP_STATES[1:4]), "group")
-    kept = f"keeps {held} to train" if len(every) < 2 else "keeps its part of the groups"  # the ledger knows no shards
+    stored = plural(sum(groups_in(status, state) for state in GROUP_STATES[1:4]), "group")
+    kept = (
+        f"stores {stored} to train" if len(every) < 2 else "stores its part of the groups"
+    )  # the ledger has no counts per shard
     share = next((float(shard["used_share"]) for shard in shards if shard.get("used_share") is not None), 0.0)
     if unwritable := [str(shard["full"]) for shard in shards if shard.get("full") not in (None, "", "map")]:
         return f"its {trouble(unwritable[0])}: pushes wait; {kept}"
     if share >= FULL_SHARE or any(shard.get("full") for shard in shards):
-        return f"full: pushes wait until a checkpoint lets go; {kept}"
-    return f"{kept}, {100 * share:.0f} % full" if share >= NOTED_SHARE else kept
+        return f"full: pushes wait until a checkpoint frees space; {kept}"
+    return f"{kept}, {100 * share:.0f} % full" if share >= MIN_SHOWN_SHARE else kept
 
 
 def _staged(name: str, status: Mapping[str, Any]) -> int:
-    """Groups that wait for the stage of this worker or are in it."""
+    """Return the number of groups that wait for the stage of this worker or are being processed by it."""
     stem = name.partition("-")[0]
     found = [stage for stage in status.get("stages") or () if stage.get("stage") == stem]
     return sum(int(stage.get("waiting", 0)) + int(stage.get("taken", 0)) for stage in found)
@@ -160,6 +162,6 @@ def _scheduler(status: Mapping[str, Any]) -> str:
 
 
 def groups_in(status: Mapping[str, Any], state: str) -> int:
-    """Groups of the ledger in that state; 0 before there is a ledger."""
+    """Return the number of groups in a state of the ledger; 0 without a ledger."""
     ledger: Mapping[str, int] = status.get("ledger") or {}
     return int(ledger.get(state) or 0)

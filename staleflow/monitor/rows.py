@@ -1,11 +1,11 @@
-"""The rows of each panel, from the scheduler's status. Pure; what a status lacks is left out or shown as nothing."""
+"""Build the rows of each panel from the scheduler's status. No IO; missing values are left out or shown empty."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from staleflow.monitor.events import told
+from staleflow.monitor.events import describe
 from staleflow.monitor.history import History
 from staleflow.monitor.roles import groups_in
 from staleflow.monitor.words import worker_name
@@ -15,7 +15,7 @@ Status = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgeRow:
-    """Groups that are so many versions behind."""
+    """Groups that are ``age`` versions behind."""
 
     age: int
     in_flight: int
@@ -25,20 +25,20 @@ class AgeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowRow:
-    """The groups that may train up to one step; or, sealed, the batch of one."""
+    """The groups with one deadline, or the sealed batch of one step."""
 
     deadline: int
     leased: int = 0
     pushed: int = 0
     occupied: int = 0
     pinning: int = 0
-    """Of those named, how many keep the next step from being sealed."""
+    """Number of these groups that keep the next step from being sealed."""
     total: int = 0
-    """Groups with this deadline or an earlier one."""
+    """Number of groups with this deadline or an earlier one."""
     room: int = 0
-    """What the bound admits of them."""
+    """Number of groups that the bound admits up to this deadline."""
     sealed: str = ""
-    """What becomes of the batch: trains, sealed. Empty: not sealed."""
+    """State of the batch: trains or sealed; empty if it is not sealed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class InstanceRow:
     name: str
     version: int
     behind: int
-    """Versions older than the newest."""
+    """Number of versions behind the newest one."""
     loading: int | None
     running: int
     slots: int
@@ -63,13 +63,13 @@ class InstanceRow:
 
     @property
     def text(self) -> str:
-        """What a filter looks in."""
+        """Text that a filter searches."""
         return f"{self.name} {self.command}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRow:
-    """One stage: groups that wait for it and that are in it."""
+    """One stage with its waiting groups and its groups in progress."""
 
     name: str
     after: tuple[str, ...]
@@ -78,36 +78,36 @@ class StageRow:
     taken: int
     under_way: int = 0
     calls: int = 0
-    """Calls of user code, and the most that there can be at once; 0: unknown."""
+    """Concurrent calls of user code, and their maximum; 0 if unknown."""
     failing: int = 0
-    """Workers that fail every group."""
+    """Number of workers that fail every group."""
 
     @property
     def full(self) -> bool:
-        """No more calls can be under way."""
+        """True if the maximum of concurrent calls is reached."""
         return 0 < self.calls <= self.under_way
 
     @property
     def text(self) -> str:
-        """What a filter looks in."""
+        """Text that a filter searches."""
         return self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRow:
-    """One version that the parameter server keeps, or that an engine has."""
+    """One version that the parameter server stores or that an engine has loaded."""
 
     version: int
     lineage: int
     nbytes: int | None
     engines: int
-    """That have it loaded."""
+    """Number of engines that have it loaded."""
     pinned_by: tuple[str, ...]
     note: str = ""
 
     @property
     def text(self) -> str:
-        """What a filter looks in."""
+        """Text that a filter searches."""
         return f"{self.version} {' '.join(self.pinned_by)}"
 
 
@@ -124,13 +124,13 @@ class PinRow:
 
     @property
     def text(self) -> str:
-        """What a filter looks in."""
+        """Text that a filter searches."""
         return f"{self.group} {self.where}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventRow:
-    """Something worth a line."""
+    """One event in the list."""
 
     ago_s: float | None
     words: str
@@ -138,12 +138,12 @@ class EventRow:
 
     @property
     def text(self) -> str:
-        """What a filter looks in."""
+        """Text that a filter searches."""
         return self.words
 
 
 def ages(status: Status) -> tuple[AgeRow, ...]:
-    """From 0 to the bound, and beyond it where the token bound lets groups be older."""
+    """Return a row for each age from 0 to the bound, and beyond it if the token bound admits older groups."""
     spread: Mapping[str, Iterable[tuple[int, int]]] = status.get("staleness") or {}
     by_age = [Counter(dict(spread.get(key, ()))) for key in ("in_flight", "in_queue", "consumed")]
     if not spread:
@@ -157,7 +157,7 @@ def ages(status: Status) -> tuple[AgeRow, ...]:
 
 
 def window(status: Status) -> tuple[WindowRow, ...]:
-    """Sealed batches first, then deadlines upwards."""
+    """Return the window's rows: sealed batches first, then deadlines in ascending order."""
     size, version = int(status.get("batch_size") or 1), int(status.get("version", -1))
     step, bound = int(status.get("next_step") or 0), int(status.get("max_staleness") or 0)
     found = [
@@ -187,7 +187,7 @@ def window(status: Status) -> tuple[WindowRow, ...]:
 
 
 def instances(status: Status, history: History) -> tuple[InstanceRow, ...]:
-    """In the order in which they attached."""
+    """Return the engines in the order in which they attached."""
     newest = int(status.get("version", -1))
     inflight = int(status.get("max_inflight") or 0)
     found: list[InstanceRow] = []
@@ -217,7 +217,7 @@ def instances(status: Status, history: History) -> tuple[InstanceRow, ...]:
 
 
 def _held(instance: Mapping[str, Any]) -> str:
-    """That an instance is held back because its groups fail; empty where it is not."""
+    """Describe an instance that is on hold or on trial because its groups failed; empty otherwise."""
     failed = instance.get("failed")
     if not failed:
         return ""
@@ -226,7 +226,7 @@ def _held(instance: Mapping[str, Any]) -> str:
 
 
 def stages(status: Status) -> tuple[StageRow, ...]:
-    """Every stage of the run, in the order of the configuration."""
+    """Return every stage of the run in configuration order."""
     return tuple(
         StageRow(
             name=str(stage["stage"]),
@@ -243,7 +243,7 @@ def stages(status: Status) -> tuple[StageRow, ...]:
 
 
 def versions(status: Status, parameters: Mapping[str, Any]) -> tuple[VersionRow, ...]:
-    """Newest first: those that the parameter server keeps, and those that only engines still have."""
+    """Return the versions, newest first: those of the parameter server, and those that only engines still have."""
     engines = Counter(int(it.get("version", -1)) for it in status.get("instances") or ())
     kept: dict[int, VersionRow] = {}
     for it in parameters.get("versions") or ():
@@ -271,7 +271,7 @@ def versions(status: Status, parameters: Mapping[str, Any]) -> tuple[VersionRow,
 
 
 def pins(status: Status) -> tuple[PinRow, ...]:
-    """As far as the scheduler names them."""
+    """Return the pinning groups that the status contains."""
     pinned: Status = status.get("pinned") or {}
     step = int(pinned.get("step") or 0)
     return tuple(
@@ -292,8 +292,11 @@ def _stages(names: Sequence[str]) -> str:
 
 
 def events(status: Status, unix_s: float) -> tuple[EventRow, ...]:
-    """Newest first, behind what holds now: stage workers that fail every group, then the stages and environments that
-    are the limit."""
+    """Return the events, newest first.
+
+    Current conditions precede them: stage workers that fail every group, then stages and environments that limit the
+    run.
+    """
     found: list[EventRow] = []
     for stage in status.get("stages") or ():
         for one in stage.get("failing") or ():
@@ -306,7 +309,7 @@ def events(status: Status, unix_s: float) -> tuple[EventRow, ...]:
         if instance.get("limit"):
             found.append(EventRow(ago_s=None, words=str(instance["limit"]), tone="warn"))
     for line in reversed(status.get("recent") or ()):
-        words, tone = told(line)
+        words, tone = describe(line)
         ago_s = max(unix_s - line["t"] / 1e9, 0.0) if unix_s else None
         found.append(EventRow(ago_s=ago_s, words=words, tone=tone))
     return tuple(found)

@@ -1,6 +1,6 @@
-"""The whole screen, as a function of the board, the look and its size: 80 x 24 shows one list, 200 x 60 shows all.
+"""Lay out the whole screen from the board, the look and the size: 80 x 24 shows one list, 200 x 60 shows all panels.
 
-Nothing here knows where the board came from; ``top``, ``run`` and ``status`` draw the same.
+``top``, ``run`` and ``status`` share this layout.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from staleflow.monitor.story import Chapter
 from staleflow.monitor.words import INSECURE, plural
 
 WIDE, HIGH = 150, 34
-"""From so many cells on, everything is shown at once."""
+"""Minimum columns and rows for showing all panels at once."""
 NARROW = 72
-"""Below so many cells there is no room for two panels side by side."""
+"""Minimum columns for two panels side by side."""
 
-BACK = "Esc goes back"
+BACK_HINT = "Esc goes back"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Telling:
-    """The story that is open."""
+class OpenStory:
+    """The story on screen."""
 
     headline: str
     chapters: tuple[Chapter, ...]
@@ -37,7 +37,7 @@ class Telling:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """A layout that has so many rows, whatever the terminal has."""
+    """A layout with a fixed number of rows, independent of the terminal's height."""
 
     layout: Layout
     height: int
@@ -48,7 +48,7 @@ class Screen:
 
 @dataclass(frozen=True, slots=True)
 class Scrolled:
-    """``height`` lines of something that may be longer, from line ``first`` on, or the last ones."""
+    """Viewport of ``height`` lines that starts at line ``first``, or shows the last lines if ``first`` is too large."""
 
     inside: RenderableType
     first: int
@@ -63,31 +63,35 @@ class Scrolled:
 
 
 def dashboard(
-    it: Board, look: Look, width: int, height: int, *, footer: Text | None = None, telling: Telling | None = None
+    it: Board, look: Look, width: int, height: int, *, footer: Text | None = None, open_story: OpenStory | None = None
 ) -> Screen:
-    """``height`` rows of ``width`` cells. ``footer``: the last row, none where there is nothing to press."""
+    """Return the screen of ``height`` rows and ``width`` cells. ``footer`` is the last row; None without key input."""
     root = Layout()
     last = [] if footer is None else [_row("footer", footer, 1)]
     insecure = [_row("insecure", Text(INSECURE, style="bold red", no_wrap=True), 1)] if it.insecure else []
-    said = panels.why_rows(it, width, height)
-    inside = height - 1 - said - len(last) - len(insecure)
-    top = [_row("header", panels.header(it, look, width), 1), _row("why", panels.why(it, width, said), said), *insecure]
-    root.split_column(*top, *_middle(it, look, width, inside, telling), *last)
+    why_height = panels.why_rows(it, width, height)
+    inside = height - 1 - why_height - len(last) - len(insecure)
+    top = [
+        _row("header", panels.header(it, look, width), 1),
+        _row("why", panels.why(it, width, why_height), why_height),
+        *insecure,
+    ]
+    root.split_column(*top, *_middle(it, look, width, inside, open_story), *last)
     return Screen(root, height)
 
 
-def _middle(it: Board, look: Look, width: int, height: int, telling: Telling | None) -> list[Layout]:
+def _middle(it: Board, look: Look, width: int, height: int, open_story: OpenStory | None) -> list[Layout]:
     if look.help:
         page = Scrolled(tables.help_page(look), look.row, height - 2)
-        return [_row("help", _panel("keys", page, BACK, active=True), height)]
+        return [_row("help", _panel("keys", page, BACK_HINT, active=True), height)]
     if look.story is not None:
-        return [_row("story", _story(look, height, telling), height)]
+        return [_row("story", _story(look, height, open_story), height)]
     if not it.heard:
         return [_list("processes", it, look, width, height)]
     if width >= WIDE and height >= HIGH - 4:
         return _everything(it, look, width, height)
     upper = min(max(len(it.ages), len(it.window), 3) + 4, 9, max(height - 8, 0)) if it.ages or it.window else 0
-    upper = upper if upper > 2 else 0  # a box has a row inside
+    upper = upper if upper > 2 else 0  # a box needs at least one row inside
     middle = 0 if not it.ages or height - upper < 10 else 11 if height - upper >= 30 else 5
     found: list[Layout] = []
     if upper:
@@ -145,7 +149,7 @@ def _window(it: Board, width: int, height: int) -> Layout:
 
 
 def _list(name: str, it: Board, look: Look, width: int, height: int, *, wide: bool = False) -> Layout:
-    """A list of its own. ``wide``: beside others, so ``width`` is the one to keep."""
+    """Return a panel with one list. ``wide``: it stands beside others, so its width is fixed instead of its height."""
     active = look.tab == name
     inside, where = tables.listed(tables.LISTS[name], it, look, width - 4, height - 2, active=active)
     panel = _panel(_titled(name, it), inside, where, active=active)
@@ -162,12 +166,12 @@ def _tabbed(it: Board, look: Look, width: int, height: int) -> Layout:
                         subtitle_align="right", border_style="bright_black"), size=height)  # fmt: skip
 
 
-def _story(look: Look, height: int, telling: Telling | None) -> Panel:
-    if telling is None:
-        return _panel(f"group {look.story}", Text("the trace is read", style="dim"), BACK, active=True)
-    body: RenderableType = tables.story(telling.chapters, look, height - 4) if telling.chapters else Text()
-    headline = Text(telling.headline, style="bold", no_wrap=True, overflow="ellipsis")
-    return _panel(f"group {look.story}", Group(headline, Text(), body), BACK, active=True)
+def _story(look: Look, height: int, open_story: OpenStory | None) -> Panel:
+    if open_story is None:
+        return _panel(f"group {look.story}", Text("reading the trace", style="dim"), BACK_HINT, active=True)
+    body: RenderableType = tables.story(open_story.chapters, look, height - 4) if open_story.chapters else Text()
+    headline = Text(open_story.headline, style="bold", no_wrap=True, overflow="ellipsis")
+    return _panel(f"group {look.story}", Group(headline, Text(), body), BACK_HINT, active=True)
 
 
 def _titled(name: str, it: Board) -> str:
@@ -196,17 +200,19 @@ def _row(name: str, inside: RenderableType, size: int | None) -> Layout:
 
 
 def keys(look: Look, *, hint: str = "", width: int = 0) -> Text:
-    """The last row: what can be pressed, or what is being typed. With a ``width``, in cells, ``hint`` is whole if two
-    keys leave room for it: the others give way, last first; all of them are behind ``?``."""
+    """Return the last row: the available keys, or the text being typed.
+
+    With a ``width`` in cells, keys are dropped from the end, except for two, until ``hint`` fits; ``?`` lists all keys.
+    """
     if look.typing:
         return Text.assemble((f" {look.typing}: ", "bold cyan"), look.typed, ("▏", "blink"), ("   Enter, Esc", "dim"))
     leaves = "Ctrl-C end" if look.ends_run else "q leave"
-    shown: Sequence[str] = (leaves, "? keys", "1-6 lists", "s sort", "/ filter", "g story", "space hold")
+    shown: Sequence[str] = (leaves, "? keys", "1-6 lists", "s sort", "/ filter", "g story", "space pause")
     text = Text(no_wrap=True, overflow="ellipsis")
     if look.story is not None or look.help:
         shown = ("Esc back", "↑,↓ scroll")
     elif look.speed is not None:
-        shown = (leaves, "? keys", "space hold", "+,- speed", "←,→ seek", "/ filter", "g story")
+        shown = (leaves, "? keys", "space pause", "+,- speed", "←,→ seek", "/ filter", "g story")
         text.append(f" {look.speed:g}x ", "bold cyan")
     while (
         hint and len(shown) > 2 and width and len(text) + sum(len(item) + 2 for item in shown) + 1 + len(hint) > width

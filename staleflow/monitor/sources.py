@@ -1,4 +1,4 @@
-"""Where snapshots come from: a service that runs, or a trace that is replayed. Each is asked whenever it suits."""
+"""Sources of snapshots: a running service, or the replay of a trace. Each can be polled at any time."""
 
 import itertools
 import time
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from staleflow.configs.errors import ConfigError
 from staleflow.metrics.reader import metric_lines
-from staleflow.monitor.replay import Contradiction, Retold
+from staleflow.monitor.replay import Contradiction, TraceState
 from staleflow.net.transport import SOCKETS, Transport
 from staleflow.process.hung_files import PatientReader
 from staleflow.supervisor import summary
@@ -18,27 +18,27 @@ from staleflow.trace.writer import read_events
 
 TRACE = "trace.jsonl"
 LIVE_INTERVAL_S = 1.0
-"""Between two questions to the scheduler."""
+"""Seconds between two status requests to the scheduler."""
 
 
 class Source(Protocol):
-    """What ``top`` shows."""
+    """Source of the snapshots that ``top`` shows."""
 
     name: str
     trace: Path | None
-    """To tell stories from; None where it is out of reach."""
+    """Trace for stories; None if it cannot be reached."""
 
     def __enter__(self) -> "Source": ...
     def __exit__(self, *_: object) -> None: ...
     def snapshot(self) -> Snapshot:
-        """How things are now."""
+        """Return the current state."""
         ...
 
 
 class Live:
-    """A service that runs: its scheduler and its parameter server, each asked by a thread of its own.
+    """A running service; one thread polls its scheduler and another its parameter server.
 
-    What a run directory adds (curves, stories) is read where it can be reached, whoever named it.
+    Curves and stories come from the run directory if it can be read here, whether the user or the scheduler named it.
     """
 
     def __init__(self, address: str, run_dir: Path | None = None, *, transport: Transport = SOCKETS) -> None:
@@ -50,11 +50,11 @@ class Live:
         self._parameters: StatusWatch | None = None
         self._lines: PatientReader[tuple[Mapping[str, Any], ...]] | None = None
         self._summary: PatientReader[summary.Summary | None] | None = None
-        self._met = False
+        self._identified = False
         self._ended_s: float | None = None
         """Running time at the end of the run."""
         if run_dir is not None:
-            self._reach(run_dir)
+            self._open_files(run_dir)
 
     def __enter__(self) -> "Live":
         self._watch.__enter__()
@@ -67,24 +67,24 @@ class Live:
 
     @property
     def answered(self) -> bool:
-        """The scheduler has said something."""
+        """True once the scheduler has answered."""
         return bool(self._watch.newest)
 
     @property
     def silent_s(self) -> float:
-        """Since the scheduler's last answer."""
+        """Seconds since the scheduler's last answer."""
         return self._watch.age_s
 
     @property
     def complete(self) -> bool:
-        """The parameter server has said something, too."""
+        """True once the parameter server has answered, too."""
         return self._parameters is not None and bool(self._parameters.newest)
 
     def snapshot(self) -> Snapshot:
         status = self._watch.newest
-        if status and not self._met:
-            self._meet(status)
-        self._ask_parameters(str(status.get("parameters") or ""))
+        if status and not self._identified:
+            self._identify(status)
+        self._watch_parameters(str(status.get("parameters") or ""))
         end = self._end()
         phase, ended = end or (phase_of(status, self.silent_s), "")
         return Snapshot(
@@ -99,14 +99,14 @@ class Live:
         )
 
     def _end(self) -> tuple[str, str] | None:
-        """The outcome of a run for which nobody answers any more, and a sentence about it; None if it is not known."""
+        """Return the outcome of a run whose scheduler has stopped answering, with a sentence; None if unknown."""
         if self.trace is None or self._summary is None or self.silent_s <= 3 * LIVE_INTERVAL_S:
             return None
         folder = self.trace.parent
-        if (found := self._summary.take()) is None:
+        if (ended_run := self._summary.take()) is None:
             return None
-        steps = f"{found.steps:,} of {found.steps_wanted:,} steps"
-        return found.outcome, f"the run has ended: {found.outcome}, {steps}; staleflow report {folder} tells of it"
+        steps = f"{ended_run.steps:,} of {ended_run.steps_wanted:,} steps"
+        return ended_run.outcome, f"the run has ended: {ended_run.outcome}, {steps}; details: staleflow report {folder}"
 
     def _elapsed_s(self, status: Mapping[str, Any], *, over: bool) -> float:
         """Return the running time of the run. It stops with the run, and counts on while the scheduler is silent."""
@@ -117,29 +117,29 @@ class Live:
         self._ended_s = run_s if self._ended_s is None else self._ended_s
         return self._ended_s
 
-    def _meet(self, status: Mapping[str, Any]) -> None:
+    def _identify(self, status: Mapping[str, Any]) -> None:
         """Take the name and the directory of the run from the first reply."""
-        self._met = True
+        self._identified = True
         run_dir = Path(str(status.get("run_dir") or ""))
         if self.trace is None and status.get("run_dir"):
             self.name = run_dir.name
             if (run_dir / TRACE).is_file():
-                self._reach(run_dir)
+                self._open_files(run_dir)
 
-    def _reach(self, run_dir: Path) -> None:
+    def _open_files(self, run_dir: Path) -> None:
         self.trace = run_dir / TRACE
         self._lines = PatientReader(NewLines(run_dir / "metrics.jsonl").take)
         self._summary = PatientReader(lambda: summary.read(run_dir))
 
-    def _ask_parameters(self, endpoint: str) -> None:
-        """As soon as the scheduler has said where it is."""
+    def _watch_parameters(self, endpoint: str) -> None:
+        """Start polling the parameter server once the scheduler has reported its address."""
         if self._parameters is None and endpoint:
             self._parameters = StatusWatch(endpoint, 2 * LIVE_INTERVAL_S, transport=self._transport)
             self._parameters.__enter__()
 
 
 def phase_of(status: Mapping[str, Any], age_s: float = 0.0) -> str:
-    """In a word or a few, from a status that was heard ``age_s`` ago."""
+    """Return the phase of a run in a few words, from a status that is ``age_s`` old."""
     if not status:
         return "no answer yet"
     if age_s > 3 * LIVE_INTERVAL_S:
@@ -156,14 +156,14 @@ def phase_of(status: Mapping[str, Any], age_s: float = 0.0) -> str:
 
 
 class Replay:
-    """A trace, as fast as one likes. Going back reads it again from the beginning."""
+    """Replay of a trace at any speed. Seeking back reads the trace again from the beginning."""
 
     def __init__(self, trace: Path, steps: int = 0) -> None:
-        """``steps``: of the whole run, where that is known."""
+        """``steps``: number of steps of the whole run; 0 if unknown."""
         self.name = trace.parent.resolve().name
         self.trace: Path | None = trace
         self.over = False
-        """The last line was read."""
+        """True once the last line has been read."""
         self._steps = steps
         self._metrics = _by_time(trace.parent / "metrics.jsonl")
         self._rewind()
@@ -176,64 +176,64 @@ class Replay:
 
     @property
     def at_s(self) -> float:
-        """Seconds since the first line."""
+        """Seconds since the first event."""
         return self._at_s
 
     def _rewind(self) -> None:
-        self._retold = Retold(self._steps)
+        self._state = TraceState(self._steps)
         self._lines: Iterator[Mapping[str, Any]] = iter(read_events(self.trace)) if self.trace else iter(())
         self._number = 1
-        """Of the next line."""
+        """Number of the next line."""
         self._next = next(self._lines, None)
         self._at_s = 0.0
         self._unix_s = 0.0 if self._next is None else self._next["t"] / 1e9
-        self._told = 0
+        self._num_lines = 0
         self.over = self._next is None
 
     def advance(self, seconds: float) -> None:
-        """Go on by so much of the run's own time, or back."""
+        """Move by ``seconds`` of the run's own time; negative values move back."""
         target_s = max(self._at_s + seconds, 0.0)
         if seconds < 0:
             self._rewind()
-        while self._next is not None and self._retold.at_s(self._next) <= target_s:
+        while self._next is not None and self._state.at_s(self._next) <= target_s:
             self._unix_s = self._next["t"] / 1e9
             self._feed(self._next)
             self._number += 1
             self._next = next(self._lines, None)
         self.over = self._next is None
-        self._at_s = self._retold.now_s if self.over else target_s
+        self._at_s = self._state.now_s if self.over else target_s
 
     def _feed(self, line: Mapping[str, Any]) -> None:
         try:
-            self._retold.feed(line)
+            self._state.feed(line)
         except Contradiction as error:
-            allowed = f"line {self._number}: {error}; staleflow trace check says what else is wrong"
+            allowed = f"line {self._number}: {error}; staleflow trace check lists all problems"
             raise ConfigError("trace", str(self.trace), allowed) from error
 
     @property
     def until_next_s(self) -> float:
-        """Until the next line happens, in the run's own time; 0 at the end."""
-        return 0.0 if self._next is None else max(self._retold.at_s(self._next) - self._at_s, 0.0)
+        """Seconds of the run's own time until the next event; 0 at the end."""
+        return 0.0 if self._next is None else max(self._state.at_s(self._next) - self._at_s, 0.0)
 
     def to_the_end(self) -> None:
-        """Read all that is left."""
+        """Move to the end of the trace."""
         self.advance(float("inf"))
 
     def snapshot(self) -> Snapshot:
-        unix_s = self._unix_s + max(self._at_s - self._retold.now_s, 0.0)
+        unix_s = self._unix_s + max(self._at_s - self._state.now_s, 0.0)
         fresh = tuple(
-            itertools.takewhile(lambda line: float(line.get("t") or 0.0) <= unix_s, self._metrics[self._told :])
+            itertools.takewhile(lambda line: float(line.get("t") or 0.0) <= unix_s, self._metrics[self._num_lines :])
         )
-        self._told += len(fresh)
+        self._num_lines += len(fresh)
         return Snapshot(
             phase="replay, the end" if self.over else "replay",
             elapsed_s=self._at_s,
-            status=self._retold.status(),
+            status=self._state.status(),
             lines=fresh,
             unix_s=unix_s,
         )
 
 
 def _by_time(metrics: Path) -> list[Mapping[str, Any]]:
-    """Its lines; those of a run without any are none."""
+    """Return the lines of ``metrics.jsonl`` by time; none if the file does not exist."""
     return sorted(metric_lines(metrics), key=lambda line: float(line.get("t") or 0.0))

@@ -1,6 +1,6 @@
-"""The story of one group: every line of a trace about it, as a person would tell it.
+"""The story of one group: every event of a trace that concerns it, described in words.
 
-``events_about`` looks at bytes before it decodes: most lines of a trace are about other groups.
+``events_about`` searches the raw bytes before it decodes a line, because most lines concern other groups.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,22 +20,21 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
-    """One line of the story."""
+    """One event of the story."""
 
     after_s: float
-    """Since the first."""
+    """Seconds since the first event."""
     event: str
     words: str
     tone: str = ""
-    """good, bad or nothing."""
+    """good, bad, or empty."""
 
 
 def events_about(path: Path, group: int) -> list[dict[str, Any]]:
-    """Lines of the trace about ``group``, and of the batches that it was sealed in, in order; a rollback is one about
-    the batches that it takes back.
+    """Return the events about ``group`` and about the batches that contained it, in order.
 
-    ``ConfigError`` when the file cannot be read, or a line that seems to be about the group is not an event. A last
-    line without its end is being written: it is left out.
+    These include rollbacks that revoked such a batch. A last line without a newline is still being written and is
+    skipped. Raise ``ConfigError`` if the file cannot be read, or if a line that mentions the group is no event.
     """
     try:
         with path.open("rb") as file:
@@ -49,7 +48,7 @@ def events_about(path: Path, group: int) -> list[dict[str, Any]]:
 def _about(lines: Iterable[bytes], group: int) -> Iterator[dict[str, Any]]:
     marks = [b'"group":%d%b' % (group, end) for end in (b",", b"}")]
     marks.append(b'"demoted":%d,' % group)
-    batches: dict[int, int] = {}  # and their steps
+    batches: dict[int, int] = {}  # batch -> step
     for raw in lines:
         of_batch = any(b'"batch":%d,' % batch in raw for batch in batches)
         back = bool(batches) and b'"ev":"rollback"' in raw
@@ -72,27 +71,27 @@ def _about(lines: Iterable[bytes], group: int) -> Iterator[dict[str, Any]]:
 
 
 def story(events: Iterable[Line], group: int) -> tuple[Chapter, ...]:
-    """What ``events_about`` found, told."""
-    told: list[Chapter] = []
-    begun: Line | None = None
+    """Describe the events that ``events_about`` returned."""
+    chapters: list[Chapter] = []
+    first: Line | None = None
     mono_ns = unix_ns = 0
     after_s = 0.0
     for line in map(all_printable, events):
-        begun = begun or line
-        if told:  # a later incarnation may have another monotonic clock
+        first = first or line
+        if chapters:  # the monotonic clock may differ between incarnations of the scheduler
             passed_ns = line["m"] - mono_ns if line["m"] >= mono_ns else max(line["t"] - unix_ns, 0)
             after_s += passed_ns / 1e9
         mono_ns, unix_ns = line["m"], line["t"]
         words, tone = _WORDS.get(line["ev"], _other)(line, group)
-        told.append(Chapter(after_s=after_s, event=line["ev"], words=words, tone=tone))
-    return tuple(told)
+        chapters.append(Chapter(after_s=after_s, event=line["ev"], words=words, tone=tone))
+    return tuple(chapters)
 
 
 def headline(events: Iterable[Line], group: int) -> str:
-    """The whole story in one sentence."""
+    """Return a one-line summary of the story."""
     events = tuple(map(all_printable, events))
     if not events:
-        return f"group {group}: the trace never mentions it"
+        return f"group {group}: the trace does not contain it"
     leases = sum(line["ev"] == "reserve" for line in events)
     trained = _trained(events)
     last = next((line for line in reversed(events) if line["ev"] not in ("deliver", "reject")), events[-1])
@@ -100,16 +99,16 @@ def headline(events: Iterable[Line], group: int) -> str:
     if trained is not None:
         end = f"trained by step {trained}"
     elif last["ev"] in ("release", "drop"):
-        end = f"{'given up' if last['ev'] == 'release' else 'dropped'}: {last['why']}"
+        end = f"{'released' if last['ev'] == 'release' else 'dropped'}: {last['why']}"
     else:
-        state = {"reserve": "being generated", "push": "in its stages", "occupy": "may train", "seal": "sealed"}
+        state = {"reserve": "being generated", "push": "in its stages", "occupy": "ready to train", "seal": "sealed"}
         state["rollback"] = state["occupy"]
         end = state.get(str(last["ev"]), str(last["ev"]))
     return f"group {group}: {end}, {plural(leases, 'lease')}, {span(whole_s)}"
 
 
 def _trained(events: Iterable[Line]) -> int | None:
-    """The step that trained the group, unless that was taken back, or it was lost later on."""
+    """Return the step that trained the group; None if that step was rolled back or the group was lost afterwards."""
     trained: int | None = None
     for line in events:
         match line["ev"]:
@@ -125,7 +124,7 @@ def _trained(events: Iterable[Line]) -> int | None:
 
 
 def _reserve(line: Line, _: int) -> tuple[str, str]:
-    deadline = "" if line["deadline"] is None else f", to be trained by step {line['deadline']} at the latest"
+    deadline = "" if line["deadline"] is None else f", deadline step {line['deadline']}"
     spare = ", as a spare" if line["spare"] else ""
     return f"leased to {_who(line)} at version {line['version']} (lease {line['lease']}){deadline}{spare}", ""
 
@@ -141,16 +140,16 @@ def _push(line: Line, _: int) -> tuple[str, str]:
 
 
 def _occupy(_: Line, __: int) -> tuple[str, str]:
-    return "every stage is done: it may train", "good"
+    return "all stages finished: ready to train", "good"
 
 
 def _release(line: Line, _: int) -> tuple[str, str]:
-    lost = f", {plural(line['tokens'], 'token')} thrown away" if line["tokens"] else ""
-    return f"given up: {line['why']} (lease {line['lease']}){lost}", "bad"
+    lost = f", {plural(line['tokens'], 'token')} discarded" if line["tokens"] else ""
+    return f"released: {line['why']} (lease {line['lease']}){lost}", "bad"
 
 
 def _drop(line: Line, _: int) -> tuple[str, str]:
-    return f"dropped: {line['why']}, {plural(line['tokens'], 'token')} thrown away", "bad"
+    return f"dropped: {line['why']}, {plural(line['tokens'], 'token')} discarded", "bad"
 
 
 def _seal(line: Line, group: int) -> tuple[str, str]:
@@ -162,8 +161,8 @@ def _seal(line: Line, group: int) -> tuple[str, str]:
 def _promote(line: Line, group: int) -> tuple[str, str]:
     if line["group"] == group:
         instead = f" instead of group {line['demoted']}" if line.get("demoted") is not None else ""
-        return f"a spare no more: it is counted{instead}", "good"
-    return f"a spare from now on: group {line['group']} was faster", ""
+        return f"promoted from spare to counted group{instead}", "good"
+    return f"demoted to spare: group {line['group']} was faster", ""
 
 
 def _claim(line: Line, _: int) -> tuple[str, str]:
@@ -171,16 +170,16 @@ def _claim(line: Line, _: int) -> tuple[str, str]:
 
 
 def _unseal(line: Line, _: int) -> tuple[str, str]:
-    return f"batch {line['batch']} is none any more: {line['why']}", "bad"
+    return f"batch {line['batch']} unsealed: {line['why']}", "bad"
 
 
 def _rollback(line: Line, _: int) -> tuple[str, str]:
-    return f"rolled back to version {line['to_version']}: its batch is none any more", "bad"
+    return f"rolled back to version {line['to_version']}: its batch is void", "bad"
 
 
 def _deliver(line: Line, _: int) -> tuple[str, str]:
-    again = f", attempt {line['attempt']}" if line["attempt"] > 1 else ""
-    return f"batch {line['batch']} goes to rank {line['rank']} of the trainer{again}", ""
+    attempt = f", attempt {line['attempt']}" if line["attempt"] > 1 else ""
+    return f"batch {line['batch']} delivered to rank {line['rank']} of the trainer{attempt}", ""
 
 
 def _consume(line: Line, _: int) -> tuple[str, str]:
@@ -189,7 +188,7 @@ def _consume(line: Line, _: int) -> tuple[str, str]:
 
 def _reject(line: Line, _: int) -> tuple[str, str]:
     times = f", {line['count']} times" if line["count"] > 1 else ""
-    return f"{_who(line)} was refused a {line['op']}: {line['code']}{times}", "bad"
+    return f"{line['op']} of {_who(line)} rejected: {line['code']}{times}", "bad"
 
 
 def _other(line: Line, _: int) -> tuple[str, str]:

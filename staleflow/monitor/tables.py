@@ -15,14 +15,14 @@ from rich.text import Text
 from staleflow.monitor.look import ENDS_RUN, HELP, LEAVES, Look, is_number, shown
 from staleflow.monitor.model import Board
 from staleflow.monitor.panels import TONES
-from staleflow.monitor.roles import SILENT_S, RoleRow
+from staleflow.monitor.roles import SILENCE_TIMEOUT_S, RoleRow
 from staleflow.monitor.rows import EventRow, InstanceRow, PinRow, StageRow, VersionRow
 from staleflow.monitor.story import Chapter
 from staleflow.monitor.words import amount, bar, curve, percent, plural, short, span
 
 WIDE, ROOMY = 100, 66
-"""Cells from which a list shows more columns: engines, and versions and engines."""
-CHOSEN = "reverse"
+"""Minimum cells for additional columns: of engines, and of versions and engines."""
+SELECTED_STYLE = "reverse"
 
 
 Cells = tuple[Text, ...]
@@ -30,27 +30,27 @@ Cells = tuple[Text, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """A list as it is to be drawn."""
+    """A list to draw."""
 
     columns: tuple[str, ...]
-    """Titles; ``>`` before one puts it to the right, ``*`` gives it what room is left."""
+    """Column titles; the prefix ``>`` right-aligns a column, ``*`` gives it the remaining width."""
     rows: Sequence[Callable[[], Cells]]
-    """Only those that are on the screen are made."""
+    """Row factories; only visible rows are built."""
     nothing: str
-    """What to say where there is no row."""
+    """Text for an empty list."""
 
 
 class Lists(Protocol):
-    """From the board to a list."""
+    """Function from the board to a list."""
 
     def __call__(self, it: Board, look: Look, width: int) -> Listed: ...
 
 
 def listed(make: Lists, it: Board, look: Look, width: int, height: int, *, active: bool) -> tuple[RenderableType, str]:
-    """The inside of a panel of ``width`` x ``height`` cells, and how much of the list it shows."""
+    """Return the content of a panel of ``width`` x ``height`` cells, and which rows of the list it shows."""
     found = make(it, look, width)
     if not found.rows:
-        words = f"no row has {look.needle!r}: Esc shows all" if look.needle else found.nothing
+        words = f"no row contains {look.needle!r}: Esc shows all" if look.needle else found.nothing
         return Text(words, style="dim"), ""
     fits = max(height - 1, 1)
     chosen = min(look.row, len(found.rows) - 1) if active else 0
@@ -60,7 +60,7 @@ def listed(make: Lists, it: Board, look: Look, width: int, height: int, *, activ
     for index, row in enumerate(visible, first):
         cells = row()
         if active and look.row and index == chosen:
-            table.add_row(*[cell.plain for cell in cells], style=CHOSEN)
+            table.add_row(*[cell.plain for cell in cells], style=SELECTED_STYLE)
         else:
             table.add_row(*cells)
     where = f"{first + 1}-{first + len(visible)} of {len(found.rows)}" if len(visible) < len(found.rows) else ""
@@ -68,7 +68,7 @@ def listed(make: Lists, it: Board, look: Look, width: int, height: int, *, activ
 
 
 def engines(it: Board, look: Look, width: int) -> Listed:
-    """Version, load, cache, speed and last command of each; what is bad is red."""
+    """List the engines with version, load, cache, speed and last command; problems are red."""
     wide = width >= WIDE
     rows = sorted(shown(it.instances, look), key=_SORTS[look.sort])
     if look.reverse:
@@ -85,13 +85,13 @@ def engines(it: Board, look: Look, width: int) -> Listed:
     return Listed(
         columns=tuple(titles[index] for index in kept),
         rows=[partial(_engine, row, cells, wide, kept) for row in rows],
-        nothing="none is here",
+        nothing="no engine is attached",
     )
 
 
 def _engine(row: InstanceRow, cells: int, wide: bool, kept: Sequence[int]) -> Cells:
-    """``kept``: columns that there is room for; without it those waiting and the curve are left out, not digits."""
-    silent = row.seen_s > SILENT_S
+    """``kept``: columns that fit; a narrow panel drops "waiting" and the curve rather than digits."""
+    silent = row.seen_s > SILENCE_TIMEOUT_S
     name = Text(row.name, style="bold red" if silent else "bold")
     version = Text("-" if row.version < 0 else str(row.version), style="yellow" if row.behind else "")
     if row.loading is not None:
@@ -127,16 +127,16 @@ _SORTS: dict[str, Callable[[InstanceRow], tuple[float, str]]] = {
 
 
 def _natural(name: str) -> str:
-    """So that rollout-2 comes before rollout-10."""
+    """Return a sort key that puts rollout-2 before rollout-10."""
     stem, _, number = name.rpartition("-")
     return f"{stem}-{int(number):09}" if is_number(number) else name
 
 
 def groups(it: Board, look: Look, width: int) -> Listed:
-    """Those that pin the next step."""
+    """List the groups that pin the next step."""
     rows = [partial(_group, pin) for pin in shown(it.pins, look)]
     titles = ("group", ">version", ">so far", ">left", "*where")
-    nothing = "no group pins a step; g and a number tell any group's story"
+    nothing = "no group pins a step; g NUMBER shows the story of any group"
     return Listed(columns=titles, rows=rows, nothing=nothing)
 
 
@@ -151,12 +151,12 @@ def _group(pin: PinRow) -> Cells:
 
 
 def stages(it: Board, look: Look, width: int) -> Listed:
-    """Workers of each, groups that wait for it and that are in it."""
+    """List the stages with their workers, waiting groups and groups in progress."""
     most = max([row.waiting + row.taken for row in it.stages], default=1)
     cells = max(min(width - 55, 24), 4)
     rows = [partial(_stage, row, most, cells) for row in shown(it.stages, look)]
     titles = ("stage", ">workers", ">in work", ">calls", ">waiting", "*", "after")
-    return Listed(columns=titles, rows=rows, nothing="the trace does not tell of stages")
+    return Listed(columns=titles, rows=rows, nothing="the trace contains no stages")
 
 
 def _stage(row: StageRow, most: int, cells: int) -> Cells:
@@ -172,11 +172,11 @@ def _stage(row: StageRow, most: int, cells: int) -> Cells:
 
 
 def versions(it: Board, look: Look, width: int) -> Listed:
-    """What the parameter server keeps, who holds it there, and how many engines write with it."""
+    """List the versions that the parameter server stores, who pins them, and how many engines use them."""
     most, wide = max([row.engines for row in it.versions], default=1), width >= ROOMY
     rows = [partial(_version, row, most, wide) for row in shown(it.versions, look)]
     titles = ("version", ">size", ">engines", "*pinned by", *(("", ">lineage") if wide else ()))
-    return Listed(columns=titles, rows=rows, nothing="none is published")
+    return Listed(columns=titles, rows=rows, nothing="no version is published")
 
 
 def _version(row: VersionRow, most: int, wide: bool) -> Cells:
@@ -193,9 +193,9 @@ def _version(row: VersionRow, most: int, wide: bool) -> Cells:
 
 
 def events(it: Board, look: Look, width: int) -> Listed:
-    """Newest first."""
+    """List the events, newest first."""
     rows = [partial(_event, row) for row in shown(it.events, look)]
-    return Listed(columns=(">ago", "*event"), rows=rows, nothing="nothing has happened yet")
+    return Listed(columns=(">ago", "*event"), rows=rows, nothing="no events yet")
 
 
 def _event(row: EventRow) -> Cells:
@@ -210,9 +210,9 @@ def _ago(seconds: float) -> str:
 
 
 def processes(it: Board, look: Look, width: int) -> Listed:
-    """Every process of the run."""
+    """List every process of the run."""
     rows = [partial(_process, row) for row in shown(it.roles, look)]
-    return Listed(columns=("process", "*does", ""), rows=rows, nothing="none has been started")
+    return Listed(columns=("process", "*does", ""), rows=rows, nothing="no process has started")
 
 
 def _process(row: RoleRow) -> Cells:
@@ -231,11 +231,11 @@ LISTS: dict[str, Lists] = {
     "events": events,
     "processes": processes,
 }
-"""By the name of the tab."""
+"""Lists by the name of their tab."""
 
 
 def story(chapters: Sequence[Chapter], look: Look, height: int) -> RenderableType:
-    """A group's, from its first line; scrolled by the look."""
+    """Return the story of a group, scrolled to the first visible line."""
     table = _table((">after", "event", "*what happened"))
     first = min(look.row, max(len(chapters) - height + 1, 0))
     for chapter in chapters[first : first + height - 1]:
@@ -248,7 +248,7 @@ def story(chapters: Sequence[Chapter], look: Look, height: int) -> RenderableTyp
 
 
 def help_page(look: Look) -> RenderableType:
-    """Keys and colours."""
+    """Return the help page with keys and colours."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column()
@@ -286,7 +286,7 @@ def _table(columns: Sequence[str]) -> Table:
 
 
 def many(it: Board) -> dict[str, str]:
-    """What the title of each tab says beside its name."""
+    """Return the counts that the title of each tab shows beside its name."""
     return {
         "engines": plural(len(it.instances), "engine"),
         "groups": f"{len(it.pins)} pin step {it.pins[0].step}" if it.pins else "",

@@ -1,4 +1,4 @@
-"""``staleflow top``: a source, a screen and a keyboard, brought together; or lines, where there is no terminal."""
+"""Main loop of ``staleflow top``: connect a source, the screen and the keyboard, or print lines without a terminal."""
 
 import sys
 import time
@@ -18,62 +18,62 @@ from staleflow.monitor.keyboard import Keyboard
 from staleflow.monitor.look import Look, press
 from staleflow.monitor.model import Board, board
 from staleflow.monitor.plain import INTERVAL_S, line
-from staleflow.monitor.screen import WIDE, Telling, dashboard, keys
+from staleflow.monitor.screen import WIDE, OpenStory, dashboard, keys
 from staleflow.monitor.sources import Live, Replay
 from staleflow.monitor.story import events_about, headline, story
 from staleflow.net.errors import Unavailable
 from staleflow.process.sanitize import json_line
 
-FRAME_S = 0.25
-"""Between two drawings at least; a key is answered at once."""
-REST, REST_OF_A_REPLAY = 20, 4
-"""Time between two drawings, in CPU times of the last one: who looks on shares the machine with the run."""
-FIRST_ANSWER_S = 5.0
-"""A service that says nothing for so long at the beginning is not there."""
-GONE_S = 30.0
-"""Lines end when nothing was heard for so long; a screen stays, and shows when it comes back."""
-PAUSE_S = 3600.0
-"""Of a replay in lines: when nothing happens for longer, the next line is that of the next event."""
-SECOND_ANSWER_S = 1.0
-"""The parameter server's is waited for so long, and done without."""
+FRAME_INTERVAL_S = 0.25
+"""Minimum seconds between two redraws without a key press; a key redraws at once."""
+REST_FACTOR, REPLAY_REST_FACTOR = 20, 4
+"""Minimum time between two redraws as a multiple of the last one's CPU time, to leave the machine to the run."""
+CONNECT_TIMEOUT_S = 5.0
+"""Seconds to wait for the first answer of the scheduler."""
+SILENCE_TIMEOUT_S = 30.0
+"""Seconds of silence after which line output ends; the screen stays open and recovers when the scheduler answers."""
+MAX_REPLAY_PAUSE_S = 3600.0
+"""Longest pause of a replay in lines; a longer one is skipped up to the next event."""
+PARAMETERS_TIMEOUT_S = 1.0
+"""Seconds to wait for the parameter server's first answer, which is optional."""
 
 
 class Stories:
-    """Reads the story of a group beside the screen: a trace may be long."""
+    """Reads the story of a group in a background thread, because a trace may be long."""
 
     def __init__(self, trace: Callable[[], Path | None]) -> None:
-        """``trace``: where it is now; None while it is out of reach."""
+        """``trace`` returns the current path of the trace; None if it cannot be reached."""
         self._trace = trace
         self._pool = ThreadPoolExecutor(1, "story")
-        self._asked: tuple[int, Future[Telling]] | None = None
+        self._pending: tuple[int, Future[OpenStory]] | None = None
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def of(self, group: int | None) -> Telling | None:
-        """None while it is read."""
+    def of(self, group: int | None) -> OpenStory | None:
+        """Return the story of ``group``; None while it is being read."""
         if group is None:
-            self._asked = None
+            self._pending = None
             return None
-        if self._asked is None or self._asked[0] != group:
-            self._asked = group, self._pool.submit(self._tell, group)
-        told = self._asked[1]
-        return told.result() if told.done() else None
+        if self._pending is None or self._pending[0] != group:
+            self._pending = group, self._pool.submit(self._read, group)
+        reading = self._pending[1]
+        return reading.result() if reading.done() else None
 
-    def _tell(self, group: int) -> Telling:
+    def _read(self, group: int) -> OpenStory:
         trace = self._trace()
         if trace is None:
-            where = "its story is in the run directory's trace, out of reach from here: staleflow trace show RUN_DIR"
-            return Telling(headline=where, chapters=())
+            where = "the trace in the run directory cannot be read from here: use staleflow trace show RUN_DIR there"
+            return OpenStory(headline=where, chapters=())
         try:
             events = events_about(trace, group)
         except ConfigError as error:
-            return Telling(headline=str(error), chapters=())
-        return Telling(headline=headline(events, group), chapters=story(events, group))
+            return OpenStory(headline=str(error), chapters=())
+        return OpenStory(headline=headline(events, group), chapters=story(events, group))
 
 
 class Top:
-    """One source on one terminal, until somebody leaves."""
+    """Interactive screen of one source on one terminal."""
 
     def __init__(self, source: "Live | Replay", console: Console, look: Look) -> None:
         self._source = source
@@ -84,9 +84,9 @@ class Top:
         self._board = self._see()
 
     def run(self, keyboard: Keyboard) -> None:
-        """Draw and listen; Ctrl-C is a way to leave like any other."""
+        """Draw the screen and handle keys until the user leaves; Ctrl-C leaves, too."""
         with keyboard, Display(console=self._console, screen=True, auto_refresh=False) as display:
-            keyboard.around_a_stop(display.stop, display.start)
+            keyboard.on_suspend(display.stop, display.start)
             try:
                 self._until_left(display, keyboard)
             except KeyboardInterrupt:
@@ -96,25 +96,27 @@ class Top:
 
     def _until_left(self, display: Display, keyboard: Keyboard) -> None:
         drawn = time.monotonic()
-        rest = REST_OF_A_REPLAY if isinstance(self._source, Replay) else REST
+        rest = REPLAY_REST_FACTOR if isinstance(self._source, Replay) else REST_FACTOR
         while not self._look.leaving:
             began = time.process_time()
             if not keyboard.away:
                 display.update(self.drawing(), refresh=True)
             rest_s = rest * (time.process_time() - began)
-            for key in self._pressed(keyboard, max(FRAME_S, rest_s)):
+            for key in self._pressed(keyboard, max(FRAME_INTERVAL_S, rest_s)):
                 self._look = press(self._look, key, self._board)
             now, jumps = time.monotonic(), bool(self._look.jump_s)
-            self._move_on(now - drawn)
-            drawn = time.monotonic() if jumps else now  # back is the whole trace again, and no time of the run
+            self._advance(now - drawn)
+            drawn = (
+                time.monotonic() if jumps else now
+            )  # a seek may re-read the whole trace; this time must not advance the replay
 
     def _pressed(self, keyboard: Keyboard, within_s: float) -> list[str]:
         if self._look.story is not None and self._stories.of(self._look.story) is None:
-            within_s = FRAME_S
+            within_s = FRAME_INTERVAL_S
         return keyboard.read(within_s)
 
-    def _move_on(self, passed_s: float) -> None:
-        """The replay goes on by what has passed; a screen that is held still shows the same board again."""
+    def _advance(self, passed_s: float) -> None:
+        """Advance a replay by the elapsed time, and refresh the board unless the screen is paused."""
         look = self._look
         if isinstance(self._source, Replay):
             by_s = look.jump_s or (0.0 if look.paused else passed_s * (look.speed or 1.0))
@@ -134,15 +136,15 @@ class Top:
         return board(self._source.name, snapshot, self._history)
 
     def drawing(self) -> RenderableType:
-        """What is on the screen now."""
+        """Return the content of the screen."""
         width, height = self._console.size
         footer = keys(self._look)
-        telling = self._stories.of(self._look.story)
-        return dashboard(self._board, self._look, width, height, footer=footer, telling=telling)
+        open_story = self._stories.of(self._look.story)
+        return dashboard(self._board, self._look, width, height, footer=footer, open_story=open_story)
 
 
 def once(source: "Live | Replay", console: Console, *, as_json: bool) -> None:
-    """One picture, or the whole board as one line of JSON; of a replay the end. Pauses of it are left out."""
+    """Print one screen, or the board as one line of JSON; for a replay, the state at its end."""
     history = History()
     while isinstance(source, Replay) and not source.over:
         source.advance(max(1.0, source.until_next_s))
@@ -157,9 +159,9 @@ def once(source: "Live | Replay", console: Console, *, as_json: bool) -> None:
 
 
 def lines(source: "Live | Replay", to: TextIO, *, as_json: bool, speed: float | None) -> Iterator[float]:
-    """A line now and then until the run is over; yields the seconds to wait before the next.
+    """Print lines until the run ends; yield the seconds to wait before the next one.
 
-    Hours of a replay in which nothing happens are left out.
+    Pauses of a replay that exceed ``MAX_REPLAY_PAUSE_S`` are skipped.
     """
     history = History()
     every_s = 1.0 if as_json else INTERVAL_S
@@ -168,15 +170,15 @@ def lines(source: "Live | Replay", to: TextIO, *, as_json: bool, speed: float | 
         print(encoded(it) if as_json else line(it), file=to, flush=True)
         if it.phase in ("finished", "drained", "failed", "interrupted", "replay, the end"):
             return
-        if isinstance(source, Live) and source.silent_s > GONE_S:
+        if isinstance(source, Live) and source.silent_s > SILENCE_TIMEOUT_S:
             raise Unavailable(source.address, source.silent_s)
         yield every_s / (speed or 1.0)
         if isinstance(source, Replay):
-            source.advance(source.until_next_s if source.until_next_s > PAUSE_S else every_s)
+            source.advance(source.until_next_s if source.until_next_s > MAX_REPLAY_PAUSE_S else every_s)
 
 
 def encoded(it: Board) -> str:
-    """A board as one line of JSON."""
+    """Return a board as one line of JSON."""
     return json_line(asdict(it))
 
 
@@ -188,22 +190,22 @@ def _board(source: "Live | Replay", history: History) -> Board:
 
 @contextmanager
 def answering(source: Live) -> Generator[Live]:
-    """``source`` once it has said something. ``Unavailable`` when it says nothing for ``FIRST_ANSWER_S``."""
+    """Yield ``source`` once it has answered. Raise ``Unavailable`` after ``CONNECT_TIMEOUT_S`` without an answer."""
     with source:
-        until = time.monotonic() + FIRST_ANSWER_S
+        until = time.monotonic() + CONNECT_TIMEOUT_S
         while not source.answered:
             if time.monotonic() > until:
-                raise Unavailable(source.address, FIRST_ANSWER_S)
+                raise Unavailable(source.address, CONNECT_TIMEOUT_S)
             time.sleep(0.02)
-        source.snapshot()  # asks the parameter server, whose address is known now
-        until = time.monotonic() + SECOND_ANSWER_S
+        source.snapshot()  # starts polling the parameter server, whose address is known now
+        until = time.monotonic() + PARAMETERS_TIMEOUT_S
         while not source.complete and time.monotonic() < until:
             time.sleep(0.02)
         yield source
 
 
 def show(source: "Live | Replay", *, as_json: bool, only_once: bool, speed: float | None) -> None:
-    """On a terminal that can be drawn on the screen; else lines. ``speed``: of a replay."""
+    """Show the interactive screen on a capable terminal, else print lines. ``speed`` applies to replays."""
     console = Console(highlight=False)
     if only_once:
         once(source, console, as_json=as_json)

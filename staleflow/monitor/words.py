@@ -1,31 +1,31 @@
-"""Numbers as people read them."""
+"""Format numbers, durations and sizes for people."""
 
 import math
 from collections.abc import Sequence
 
 BARS = "▁▂▃▄▅▆▇█"
-INSECURE = "INSECURE: bound beyond this machine without keys; anybody may read, change and end this run"
+INSECURE = "INSECURE: bound beyond this machine without keys; any host can read, change and stop this run"
 
 
 def clock(seconds: float) -> str:
-    """1:02:03, or 2:03 below an hour."""
+    """Format seconds as 1:02:03, or as 2:03 below an hour."""
     minutes, rest = divmod(max(int(seconds), 0), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A dash for what is not known yet."""
+    """Format a number; None becomes a dash."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def whole(value: float | None) -> str:
-    """As ``number``, without digits after the point."""
+    """Format a number without decimals; None becomes a dash."""
     return number(value, 0)
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """The last ``width`` values as little bars, from the smallest to the largest of them; only what is finite."""
+    """Draw the last ``width`` finite values as bars, scaled between their minimum and maximum."""
     shown = [value for value in values if math.isfinite(value)][-width:]
     if len(shown) < 2:
         return ""
@@ -36,7 +36,7 @@ def curve(values: Sequence[float], width: int) -> str:
 
 
 def meter(parts: Sequence[int], full: int, width: int) -> list[int]:
-    """Cells of each part of a bar of ``width`` cells that holds ``full``; never more than fit."""
+    """Return the cells of each part in a stacked bar of ``width`` cells for ``full``; the sum is at most ``width``."""
     cells: list[int] = []
     used, counted = 0, 0
     for part in parts:
@@ -48,17 +48,17 @@ def meter(parts: Sequence[int], full: int, width: int) -> list[int]:
 
 
 def plural(count: int, noun: str) -> str:
-    """1 group, 2,345 groups."""
+    """Format a count with its noun: 1 group, 2,345 groups."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def worker_name(worker: str) -> str:
-    """Of a worker, without the nonce of its process: one that was started again has the same."""
+    """Return the name of a worker without the nonce of its process, which changes at each restart."""
     return worker.rpartition(".")[0] or worker
 
 
 def amount(nbytes: float) -> str:
-    """Bytes: 512 B, 12.3 KB, 4.0 GB."""
+    """Format bytes: 512 B, 12.3 KB, 4.0 GB."""
     for unit in ("B", "KB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -67,7 +67,7 @@ def amount(nbytes: float) -> str:
 
 
 def short(value: float | None) -> str:
-    """At most five characters: 7, 950, 1.2k, 34k, 5.6M."""
+    """Format a number in at most five characters: 7, 950, 1.2k, 34k, 5.6M."""
     if value is None:
         return "-"
     for unit in ("", "k", "M", "G"):
@@ -78,19 +78,19 @@ def short(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Of a share from 0 to 1."""
+    """Format a share from 0 to 1 as a percentage."""
     return "-" if share is None else f"{100 * share:.0f} %"
 
 
 def span(seconds: float) -> str:
-    """How long something took: 0.42 s, 12.3 s, 4:05."""
+    """Format a duration: 0.42 s, 12.3 s, 4:05."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     return f"{seconds:.1f} s" if seconds < 100 else clock(seconds)
 
 
 def bar(value: float, full: float, width: int) -> str:
-    """``value`` of ``full`` as a bar of at most ``width`` cells, to an eighth of a cell; a trace of what is not 0."""
+    """Draw ``value`` of ``full`` as a bar of at most ``width`` cells; at least an eighth if above 0."""
     if value <= 0 or full <= 0 or width <= 0:
         return ""
     eighths = max(min(round(value / full * width * 8), width * 8), 1)

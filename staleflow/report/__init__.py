@@ -1,1 +1,1 @@
-"""What a run came to, as pages and pictures. Above the monitor: it looks back, the monitor looks on."""
+"""Reports of runs as pages and images. This package may import the monitor, but not the other way round."""

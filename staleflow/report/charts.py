@@ -1,4 +1,4 @@
-"""Curves as SVG paths that any width can show. Pure: numbers in, places and words out.
+"""Charts as SVG paths that scale to any width. No IO.
 
 A drawing is 1000 x 1000 units and is stretched to its box; what is written stands beside it in HTML, so that it is as
 large on a phone as on a wall.
@@ -13,17 +13,17 @@ from staleflow.monitor.words import clock
 
 SIDE = 1000
 MAX_POINTS = 400
-"""Of a curve; neighbours are averaged when there are more."""
+"""Maximum points of a curve; beyond it, neighbours are averaged."""
 NOISY = 60
-"""From so many points on a curve is drawn smoothed, and faintly as it is."""
+"""Minimum points from which a curve is drawn smoothed, with the raw curve faintly behind it."""
 SECONDS = "second"
-"""The unit of places that are moments."""
+"""Unit of an x axis that shows time."""
 Values = Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """One shape: ``kind`` and ``colour`` are classes of the style sheet."""
+    """One shape; ``kind`` and ``colour`` are CSS classes."""
 
     kind: str
     colour: str
@@ -32,7 +32,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A word at a share of the axis, 0 to 100."""
+    """Label at a position of the axis in percent."""
 
     at: float
     text: str
@@ -40,18 +40,18 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Numbers that belong to the places of a chart."""
+    """Values at the x positions of a chart."""
 
     name: str
     colour: str
     values: Values
     exact: bool = False
-    """A maximum: of neighbours the largest counts, and it is never smoothed."""
+    """True for maxima: neighbours are merged by their maximum, and the curve is never smoothed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """What the page needs of one drawing."""
+    """Everything that the page needs for one chart."""
 
     title: str
     unit: str
@@ -63,16 +63,16 @@ class Chart:
     """(colour, name); empty for a single curve."""
     latest: str = ""
     hover: dict[str, object] = field(default_factory=dict[str, object])
-    """What stands under the finger: places, and numbers by series."""
+    """Data of the tooltip: x positions, and values by series."""
     level: tuple[float, str] | None = None
-    """A line across, at a share of the height, and its word."""
+    """Horizontal line: position in percent of the height, and label."""
     low: float = 0.0
     high: float = 1.0
-    """Places at both ends."""
+    """Labels of the x axis at both ends."""
     meaning: str = ""
-    """One sentence, where the title needs one."""
+    """Explanation of the title; may be empty."""
     whole: bool = False
-    """As wide as the page."""
+    """True for a chart of full page width."""
 
 
 def lines(
@@ -87,7 +87,7 @@ def lines(
     meaning: str = "",
     whole: bool = False,
 ) -> Chart:
-    """Curves over the same places. ``level``: a value that is marked by a line, and its name."""
+    """Return a line chart. ``level``: a value to mark with a horizontal line, and its label."""
     shown = [one for one in series if any(value is not None for value in one.values)]
     xs, thinned = _thin(places, shown)
     known = [value for values in thinned for value in values if value is not None]
@@ -96,7 +96,7 @@ def lines(
     ticks = _ticks(low, high)
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     if level is not None and level[0] == high:
-        high += (high - low) / 6  # a line at the very edge is not seen as one
+        high += (high - low) / 6  # a line at the very edge would be invisible
     span = _span(xs)
     paths = list[Path]()
     for one, values in zip(shown, thinned, strict=True):
@@ -137,7 +137,7 @@ def stack(
     meaning: str = "",
     whole: bool = False,
 ) -> Chart:
-    """Areas on top of each other, the first at the bottom; a place is as wide as the way to its neighbours."""
+    """Return a stacked area chart, first series at the bottom; each position extends half-way to its neighbours."""
     xs, thinned = _thin(places, series)
     rows = [[value or 0.0 for value in values] for values in thinned]
     high = max((sum(column) for column in zip(*rows, strict=True)), default=0.0) or 1.0
@@ -167,7 +167,7 @@ def stack(
 
 
 def number(value: float, digits: int = 3) -> str:
-    """As short as can be read: 1.2k, 0.05, 3M."""
+    """Format a number briefly: 1.2k, 0.05, 3M."""
     size = abs(value)
     if size >= 1e4:
         for limit, word in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -181,7 +181,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def time_ticks(window_s: tuple[float, float], most: int = 7) -> list[Tick]:
-    """Round moments of a clock, at most so many."""
+    """Return round clock times as ticks, at most ``most``."""
     low, high = window_s
     length = max(high - low, 1e-6)
     rounds = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
@@ -192,7 +192,7 @@ def time_ticks(window_s: tuple[float, float], most: int = 7) -> list[Tick]:
 
 
 def _labels(ticks: Sequence[float]) -> list[str]:
-    """As short as can be told apart."""
+    """Format ticks with the fewest digits that keep them distinct."""
     return next(
         (words for digits in range(3, 13) if len({*(words := [number(tick, digits) for tick in ticks])}) == len(ticks)),
         [str(tick) for tick in ticks],
@@ -200,7 +200,7 @@ def _labels(ticks: Sequence[float]) -> list[str]:
 
 
 def _thin(places: Sequence[float], series: Sequence[Series]) -> tuple[list[float], list[list[float | None]]]:
-    """At most ``MAX_POINTS`` places, each the mean of its neighbours'; values that are no number are left out."""
+    """Reduce to at most ``MAX_POINTS`` positions by averaging neighbours; values that are not numbers are skipped."""
     width = -(-len(places) // MAX_POINTS) or 1
     starts = range(0, len(places), width)
     xs = [sum(places[at : at + width]) / len(places[at : at + width]) for at in starts]
@@ -208,7 +208,7 @@ def _thin(places: Sequence[float], series: Sequence[Series]) -> tuple[list[float
 
 
 def _one(values: Values, *, exact: bool) -> float | None:
-    """What stands for neighbours."""
+    """Return the value that represents several neighbours."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return None
@@ -224,7 +224,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Some three to five round numbers that reach round both ends."""
+    """Return about three to five round numbers that enclose the range."""
     rough = (high - low) / 3
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(times * power for times in (1, 2, 2.5, 5, 10) if times * power >= rough * 0.999)
@@ -241,7 +241,7 @@ def _span(xs: Sequence[float], *, bars: bool = False) -> tuple[float, float]:
 
 
 def _edges(xs: Sequence[float]) -> list[float]:
-    """Half-way between neighbours, and as far beyond the outer ones."""
+    """Return the midpoints between neighbours, extended by the same distance beyond the outer ones."""
     if len(xs) < 2:
         return [x + side for x in xs for side in (-0.5, 0.5)]
     inner = [(left + right) / 2 for left, right in pairwise(xs)]
@@ -255,7 +255,7 @@ def _x_ticks(span: tuple[float, float]) -> list[Tick]:
 
 
 def _smooth(points: Sequence[tuple[float, float]], width: int) -> list[tuple[float, float]]:
-    """Mean of each point and of ``width`` around it."""
+    """Return the moving average over ``width`` points."""
     values = [value for _, value in points]
     sums = [0.0]
     for value in values:
@@ -276,7 +276,7 @@ def _place(x: float, y: float, span: tuple[float, float], height: tuple[float, f
 def _line(points: Sequence[tuple[float, float]], span: tuple[float, float], height: tuple[float, float]) -> str:
     if not points:
         return ""
-    if len(points) == 1:  # a point has no length: a short dash says where it is
+    if len(points) == 1:  # a single point has no length: draw a short dash
         (x, y), reach = points[0], (span[1] - span[0]) / 100
         points = [(x - reach, y), (x + reach, y)]
     return "M" + "L".join(_place(x, y, span, height) for x, y in points)

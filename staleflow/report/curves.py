@@ -1,4 +1,4 @@
-"""The numbers of ``metrics.jsonl`` as charts, under their own names. Pure."""
+"""Charts of the metrics in ``metrics.jsonl``. No IO."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from staleflow.report.charts import Chart, Series, lines, stack
 LEARNING = (
     ("Reward", ("reward/mean", "reward/eval")),
     ("Length", ("length/mean", "length/p99")),
-    ("Cut off before their end", ("length/truncated",)),
+    ("Truncated completions", ("length/truncated",)),
     ("Entropy of the policy", ("entropy",)),
     ("Loss", ("loss",)),
     ("Gradient norm", ("grad_norm",)),
-    ("Engine and trainer apart", ("mismatch_kl",)),
+    ("Mismatch of engine and trainer", ("mismatch_kl",)),
     ("Effective sample size", ("is_weight/ess",)),
     ("Divergence from the reference", ("kl/reference",)),
     ("Clipped tokens", ("clip/low", "clip/high")),
@@ -33,13 +33,16 @@ STEP_COLOURS = ("red", "blue", "purple", "teal", "grey")
 
 
 class Curves:
-    """Every number by step: the last word on each, where a step was said twice or trained again. What was taken back
-    and not trained again has none."""
+    """Every metric by step.
 
-    def __init__(self, said: Iterable[Mapping[str, Any]]) -> None:
+    If a step was reported twice or trained again, the last value counts. Steps that were rolled back and not trained
+    again are left out.
+    """
+
+    def __init__(self, lines: Iterable[Mapping[str, Any]]) -> None:
         rows: dict[int, dict[str, float]] = {}
         lineages = Lineages()
-        for line in said:
+        for line in lines:
             step = line.get("step")
             if isinstance(step, int):
                 lineages.take_back(line, rows)
@@ -50,22 +53,22 @@ class Curves:
         self.names = list(dict.fromkeys(name for row in self._rows for name in row))
 
     def values(self, name: str) -> list[float | None]:
-        """One a step; None where it was not measured."""
+        """Return one value per step; None where the metric was not measured."""
         return [row.get(name) for row in self._rows]
 
-    def known(self, name: str) -> list[float]:
-        """Without the gaps."""
+    def measured(self, name: str) -> list[float]:
+        """Return the measured values only."""
         return [value for value in self.values(name) if value is not None]
 
     def moves(self, name: str) -> bool:
-        """Whether there is anything to see."""
-        return len(set(self.known(name))) > 1
+        """Return whether the metric changes."""
+        return len(set(self.measured(name))) > 1
 
     def chart(self, title: str, names: Sequence[str]) -> Chart | None:
-        """None when nothing moves."""
+        """Return a chart of the metrics that change; None if none does."""
         if not any(self.moves(name) for name in names):
             return None
-        shown = [name for name in names if self.known(name)]
+        shown = [name for name in names if self.measured(name)]
         found = [METRICS[name] for name in shown if name in METRICS]
         series = [Series(name=name, colour=COLOURS[at], values=self.values(name)) for at, name in enumerate(shown)]
         unit = found[0].unit if found else ""
@@ -73,13 +76,13 @@ class Curves:
         return lines(title, self.steps, series, unit=unit, meaning=meaning)
 
     def group(self, wanted: Iterable[tuple[str, Sequence[str]]]) -> list[Chart]:
-        """Those that have anything to show."""
+        """Return the charts that are not empty."""
         charts = (self.chart(title, names) for title, names in wanted)
         return [chart for chart in charts if chart is not None]
 
     def step_times(self) -> Chart | None:
-        """What the trainer did with each step, as areas."""
-        parts = [(name, colour) for name, colour in zip(STEP, STEP_COLOURS, strict=True) if any(self.known(name))]
+        """Return the trainer's time per step as stacked areas."""
+        parts = [(name, colour) for name, colour in zip(STEP, STEP_COLOURS, strict=True) if any(self.measured(name))]
         if not parts:
             return None
         trained = [at for at, step in enumerate(self.steps) if step >= 0]
@@ -94,7 +97,7 @@ class Curves:
         return stack("The trainer's time", [self.steps[at] for at in trained], series, unit="s a step")
 
     def others(self) -> list[Chart]:
-        """Whatever else was written down, user's own numbers too."""
+        """Return charts of all other metrics, including the user's own."""
         shown = {name for _, names in (*LEARNING, *STALENESS, *TIME) for name in names} | set(STEP)
         return self.group((name, (name,)) for name in self.names if name not in shown)
 

@@ -1,6 +1,6 @@
-"""What a trace tells of a run, taken down as plain records: steps, waits, versions, waste, and what went wrong.
+"""Plain records of what a trace contains: steps, waits, versions, waste, and failures.
 
-Times are seconds since the first line, by the scheduler's clock, without those in which there was none. Filled by
+Times are seconds since the first event by the scheduler's clock, without periods in which no scheduler ran. Filled by
 ``staleflow.report.reading`` in one pass.
 """
 
@@ -8,40 +8,40 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 MAX_SAMPLES = 400
-"""Points of a curve over time; when there are more, every second one goes."""
+"""Maximum points of a curve over time; beyond it, every second point is removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Last:
-    """The group that completed a batch: what its step waited for."""
+    """The last group of a batch, for which its step waited."""
 
     group: int
     worker: str
     version: int
     took_s: float
-    """From its lease until it was ready to train."""
+    """Seconds from its lease until it was ready to train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFact:
-    """One step that was consumed, in the history that survived."""
+    """One consumed step that was not rolled back."""
 
     step: int
     lineage: int
     sealed_s: float
     consumed_s: float
     waited_s: float
-    """Its weights were published and its batch was not complete."""
+    """Seconds between the publish of its weights and the completion of its batch."""
     ages: dict[int, int]
-    """Groups of the batch by step - version."""
+    """Number of groups of the batch by age, step - version."""
     tokens: int
     masked: int
     writing_s: float
-    """Mean over its groups: from the lease to the push."""
+    """Mean seconds of its groups from the lease to the push."""
     staging_s: float
-    """From the push until every stage was done."""
+    """Mean seconds from the push until all stages finished."""
     queueing_s: float
-    """From then until the batch was complete."""
+    """Mean seconds from then until the batch was complete."""
     last: Last | None
 
     @property
@@ -64,24 +64,24 @@ class VersionFact:
     published_s: float
     nbytes: int
     loads_s: list[float] = field(default_factory=list[float])
-    """From its publish until an instance had it, one a load."""
+    """Seconds from its publish until an instance had loaded it, one value per load."""
     failed: int = 0
-    """Loads that did not succeed."""
+    """Number of failed loads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happening:
-    """Something that a person may want to know of."""
+    """A notable event."""
 
     at_s: float
     bad: bool
-    """It cost something; else it is only told."""
+    """True if it caused a loss."""
     text: str
 
 
 @dataclass(slots=True)
 class Spent:
-    """Groups and tokens that went one way."""
+    """Number of groups and tokens with the same fate."""
 
     groups: int = 0
     tokens: int = 0
@@ -93,7 +93,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """Groups in each state: the mean from the level before until ``at_s``."""
+    """Mean number of groups in each state since the previous level, until ``at_s``."""
 
     at_s: float
     leased: float
@@ -103,11 +103,11 @@ class Level:
 
 
 Counts = tuple[int, int, int, int]
-"""Leased, pushed, occupied, sealed."""
+"""Number of leased, pushed, occupied and sealed groups."""
 
 
 class Levels:
-    """A curve of a bounded number of points, however long the run is."""
+    """Curve of group counts with a bounded number of points."""
 
     def __init__(self, most: int = MAX_SAMPLES) -> None:
         self._most = most
@@ -118,7 +118,7 @@ class Levels:
         self._counts: Counts = (0, 0, 0, 0)
 
     def see(self, at_s: float, counts: Counts) -> None:
-        """These are the counts from now on."""
+        """Set the counts that apply from ``at_s`` on."""
         length = at_s - self._now_s
         if length > 0:
             if not self._points or self._points[-1][1] - self._points[-1][0] >= self._gap_s:
@@ -140,7 +140,7 @@ class Levels:
 
     @property
     def points(self) -> list[Level]:
-        """In order of time."""
+        """Return the points in order of time."""
         found = list[Level]()
         for begin, end, areas in self._points:
             leased, pushed, occupied, sealed = (area / (end - begin) for area in areas)
@@ -150,7 +150,7 @@ class Levels:
 
 @dataclass(slots=True, kw_only=True)
 class Facts:
-    """Everything that the pages need of a trace."""
+    """Everything that the pages need from a trace."""
 
     run: str = ""
     began_unix_s: float = 0.0
@@ -163,25 +163,25 @@ class Facts:
     group_size: int = 0
     steps: list[StepFact] = field(default_factory=list[StepFact])
     undone_steps: int = 0
-    """Consumed, and taken back by a rollback."""
+    """Tokens that were consumed and then rolled back."""
     undone_tokens: int = 0
     versions: list[VersionFact] = field(default_factory=list[VersionFact])
-    """Published, in the history that survived; so in ascending order."""
+    """Published versions that were not rolled back, in ascending order."""
     pushed: Spent = field(default_factory=Spent)
     released: dict[str, Spent] = field(default_factory=dict[str, Spent])
-    """By reason. ``surplus``, ``filtered`` and the like; tokens as far as the run came to know them."""
+    """Released groups by reason, such as ``surplus`` or ``filtered``; tokens as far as they are known."""
     dropped: dict[str, Spent] = field(default_factory=dict[str, Spent])
     rejects: Counter[str] = field(default_factory=Counter[str])
-    """Refused requests by code."""
+    """Number of rejected requests by code."""
     levels: Levels = field(default_factory=Levels)
     happenings: list[Happening] = field(default_factory=list[Happening])
     checkpoints: int = 0
     closed: str = ""
-    """Why the last incarnation ended in order; empty if it did not, or goes on."""
+    """Reason of the orderly end of the last incarnation; empty if it still runs or crashed."""
 
     @property
     def ages(self) -> dict[int, int]:
-        """Groups trained, by staleness."""
+        """Number of trained groups by staleness."""
         total = Counter[int]()
         for step in self.steps:
             total.update(step.ages)
@@ -189,15 +189,15 @@ class Facts:
 
     @property
     def trained(self) -> int:
-        """Tokens that were trained, without the masked ones."""
+        """Number of trained tokens without masked ones."""
         return sum(step.tokens - step.masked for step in self.steps)
 
     @property
     def masked(self) -> int:
-        """Tokens that came too late to be trained."""
+        """Number of tokens that were masked because they were too old to train."""
         return sum(step.masked for step in self.steps)
 
     @property
     def waited_s(self) -> float:
-        """In which the trainer had no batch to work on."""
+        """Seconds in which the trainer had no batch to work on."""
         return sum(step.waited_s for step in self.steps)

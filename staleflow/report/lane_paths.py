@@ -1,4 +1,4 @@
-"""Swim lanes as SVG paths: how much each worker had at once, over the time of a run. Pure."""
+"""Swim lanes as SVG paths: the concurrent work of each worker over the run. No IO."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,53 +14,53 @@ Numbers = NDArray[np.float64]
 
 MAX_LANES = 64
 CLOSE = 8
-"""Zoom from which more ticks are shown; the page's script knows it too."""
+"""Zoom factor from which more ticks are shown; keep it equal to the value in the page's script."""
 FINEST = 4_000
-"""Pieces of a lane, that can be zoomed into."""
+"""Maximum pieces of one lane, which sets the resolution when zoomed in."""
 MAX_PIECES = 120_000
-"""Of all lanes together: the page stays a file that opens at once."""
+"""Maximum pieces of all lanes together, so that the page opens quickly."""
 STAGE_COLOURS = ("orange", "teal", "purple", "red", "green")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneRow:
-    """One lane as it is drawn."""
+    """One lane to draw."""
 
     kind: str
     worker: str
     busy: str
-    """Share of the time in which it had anything, for people."""
+    """Formatted share of the time in which the worker was busy."""
     most: int
-    """Most that it had at once."""
+    """Maximum of concurrent work items."""
     path: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
-    """All of them, on one time axis."""
+    """All lanes on one time axis."""
 
     rows: list[LaneRow]
     left_out: int
     ticks: list[list[Tick]]
-    """Coarse ones, those that come in between when it is looked at closely, and more closely still."""
+    """Coarse ticks, and the additional ticks of two zoom levels."""
     seconds: float
     legend: list[tuple[str, str]]
 
 
 def lane_rows(shown: Sequence[Lane], window_s: tuple[float, float]) -> Lanes:
-    """Height is what a worker had at once, against the most that any of its kind had."""
+    """Return the lanes; heights are concurrent items relative to the maximum of any worker of the same kind."""
     drawn = chosen(shown)
     kinds = list(dict.fromkeys(lane.kind for lane in drawn))
     pieces = max(min(FINEST, MAX_PIECES // max(len(drawn), 1)), 200)
     edges = np.linspace(window_s[0], max(window_s[1], window_s[0] + 1e-6), pieces + 1)
     loads = [_load(lane.spans, edges) for lane in drawn]
-    most = {kind: max(_most(lane.spans) for lane in drawn if lane.kind == kind) for kind in kinds}
+    most = {kind: max(_max_concurrent(lane.spans) for lane in drawn if lane.kind == kind) for kind in kinds}
     rows = [
         LaneRow(
             kind=lane.kind,
             worker=lane.worker,
             busy=f"{100 * _busy(lane.spans, window_s):.0f} %",
-            most=_most(lane.spans),
+            most=_max_concurrent(lane.spans),
             path=Path(kind="area", colour=_colour(lane.kind, kinds), d=_steps(load / most[lane.kind])),
         )
         for lane, load in zip(drawn, loads, strict=True)
@@ -84,7 +84,7 @@ def _ticks(window_s: tuple[float, float]) -> list[list[Tick]]:
 
 
 def chosen(shown: Sequence[Lane]) -> list[Lane]:
-    """The trainer and every stage are shown, however many engines there are."""
+    """Select at most ``MAX_LANES`` lanes; the trainer and every stage are always included."""
     others = [lane for lane in shown if lane.kind != "engine"]
     engines = [lane for lane in shown if lane.kind == "engine"]
     first = engines[: max(MAX_LANES - len(others), MAX_LANES // 2)]
@@ -99,7 +99,7 @@ def _colour(kind: str, kinds: Sequence[str]) -> str:
 
 
 def _load(spans: Sequence[Span], edges: Numbers) -> Numbers:
-    """Mean number of spans under way between two edges."""
+    """Return the mean number of open spans between consecutive edges."""
     total = _work(np.array([span.begin_s for span in spans]), edges)
     total -= _work(np.array([span.end_s for span in spans]), edges)
     load: Numbers = np.maximum(np.diff(total) / np.diff(edges), 0.0)
@@ -107,7 +107,7 @@ def _load(spans: Sequence[Span], edges: Numbers) -> Numbers:
 
 
 def _work(begins: Numbers, edges: Numbers) -> Numbers:
-    """Seconds since each beginning, summed, at each edge."""
+    """Return the sum of the seconds since each start, at each edge."""
     begins = np.sort(begins)
     before = np.searchsorted(begins, edges)
     sums = np.concatenate([[0.0], np.cumsum(begins)])
@@ -115,7 +115,7 @@ def _work(begins: Numbers, edges: Numbers) -> Numbers:
     return work
 
 
-def _most(spans: Sequence[Span]) -> int:
+def _max_concurrent(spans: Sequence[Span]) -> int:
     changes = sorted((moment, change) for span in spans for moment, change in ((span.begin_s, 1), (span.end_s, -1)))
     most = now = 0
     for _, change in changes:
@@ -125,7 +125,7 @@ def _most(spans: Sequence[Span]) -> int:
 
 
 def _busy(spans: Sequence[Span], window_s: tuple[float, float]) -> float:
-    """Share of the window in which at least one is under way."""
+    """Return the share of the window in which at least one span is open."""
     low, high = window_s
     total, until = 0.0, low
     for span in sorted(spans):
@@ -137,7 +137,7 @@ def _busy(spans: Sequence[Span], window_s: tuple[float, float]) -> float:
 
 
 def _steps(heights: Numbers) -> str:
-    """A silhouette; pieces of one height are one piece."""
+    """Return a step outline as an SVG path; adjacent pieces of equal height are merged."""
     levels = np.rint(heights * SIDE / 20).astype(int) * 20
     width = SIDE / len(levels)
     changes = [0, *(np.flatnonzero(np.diff(levels)) + 1).tolist(), len(levels)]

@@ -1,4 +1,4 @@
-"""``report.html`` and the page of ``trace plot``: one file each, that loads nothing."""
+"""Render ``report.html`` and the page of ``trace plot``, each as one self-contained file."""
 
 import json
 from collections.abc import Mapping
@@ -30,26 +30,26 @@ from staleflow.trace.writer import read_events
 
 CONTENTS = {
     "learning": "Learning",
-    "samples": "What it wrote",
+    "samples": "Samples",
     "staleness": "Staleness",
     "time": "Time and waits",
     "waste": "Tokens",
-    "events": "What happened",
+    "events": "Events",
     "versions": "Weights",
     "audit": "Audit",
     "config": "Configuration",
-    "more": "More numbers",
+    "more": "Other metrics",
 }
 GOOD, BAD, OPEN = "good", "bad", "warn"
 MAX_VIOLATIONS = 20
 
 
 def report(run_dir: Path) -> str:
-    """One page about the run in a directory, running or ended. ``ConfigError`` when there is none."""
+    """Return the report of the run in a directory, running or ended. Raise ``ConfigError`` if there is no trace."""
     trace = run_dir / "trace.jsonl"
     config = read_run(run_dir)
     if not trace.is_file():
-        raise ConfigError("run directory", str(run_dir), "it has no trace.jsonl: nothing has happened there yet")
+        raise ConfigError("run directory", str(run_dir), "it has no trace.jsonl: the run has not started yet")
     facts = Reader().read(read_events(trace))
     shown = lanes(read_events(trace), stage_lines(run_dir))
     curves = Curves(metric_lines(run_dir / "metrics.jsonl"))
@@ -57,7 +57,7 @@ def report(run_dir: Path) -> str:
 
 
 def timeline(trace: Path, shown: list[Lane], facts: Facts, window_s: tuple[float, float]) -> str:
-    """The lanes of a trace, the age of what was trained and what was waited for, over the same run."""
+    """Return a page with the lanes of a trace, the age of the trained groups and the trainer's waits."""
     charts = [sections.age_chart(facts, by_time=True), sections.wait_chart(facts, by_time=True)] if facts.steps else []
     together = [(one, other, f"{both:.2f} s") for one, other, both in overlaps(shown)]
     return _render(
@@ -138,7 +138,9 @@ def _outcome(facts: Facts, ended: summaries.Summary | None) -> tuple[str, str]:
     if ended is not None:
         return ended.outcome, {"finished": GOOD, "drained": GOOD, "failed": BAD}.get(ended.outcome, OPEN)
     return (
-        (facts.closed, GOOD if facts.closed in summaries.ENDED_WELL else OPEN) if facts.closed else ("not ended", OPEN)
+        (facts.closed, GOOD if facts.closed in summaries.GOOD_OUTCOMES else OPEN)
+        if facts.closed
+        else ("not ended", OPEN)
     )
 
 
@@ -159,8 +161,8 @@ def _audited(found: AuditReport) -> dict[str, Any]:
         for rule in (*FileRule, *Rule)
     ]
     lines = [f"line {one.seq}: {one.rule.value}: {one.why}" for one in found.violations[:MAX_VIOLATIONS]]
-    ending = f"The last line's hash, {found.last_hash}, names the whole file." if found.last_hash else ""
-    words = f"Recounted from {found.lines:,} lines by code that shares nothing with the ledger's. {ending}"
+    ending = f"The hash of the last event, {found.last_hash}, identifies the whole file." if found.last_hash else ""
+    words = f"Recomputed from {found.lines:,} events by code that is independent of the ledger. {ending}"
     return {"audit_words": words, "rules": rules, "violations": lines}
 
 

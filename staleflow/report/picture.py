@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The picture of ``staleflow trace plot``: lanes, ages and waits under each other. matplotlib is the extra ``plot``."""
+"""Draw the image of ``staleflow trace plot``: lanes, ages and waits. matplotlib is in the extra ``plot``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +46,7 @@ def picture(shown: Sequence[Lane], facts: Facts, path: Path, *, window_s: tuple[
             _ages(axes[1][0], steps, facts.max_staleness)
             _waits(axes[2][0], steps)
         left_out = f"; {len(shown) - len(drawn)} more are not shown" if len(drawn) < len(shown) else ""
-        axes[0][0].set_title(f"{facts.run}: who was at work when (darker: more at once){left_out}", loc="left")
+        axes[0][0].set_title(f"{facts.run}: busy workers over time (darker: more at once){left_out}", loc="left")
         axes[-1][0].set(xlim=window_s, xlabel="seconds")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
@@ -67,7 +67,7 @@ def _lanes(axis: Any, drawn: Sequence[Lane]) -> None:
 
 
 def _ages(axis: Any, steps: Sequence[StepFact], bound: int) -> None:
-    """Mean and oldest of each step, when it was trained; the bound as a line."""
+    """Plot the mean and maximum age of each step at its training time, and the bound as a line."""
     moments = [step.consumed_s for step in steps]
     axis.step(moments, [step.age_max for step in steps], where="mid", color="tab:orange", linewidth=1, label="oldest")
     axis.plot(moments, [step.age_mean for step in steps], color="tab:blue", label="mean")
@@ -78,7 +78,7 @@ def _ages(axis: Any, steps: Sequence[StepFact], bound: int) -> None:
 
 
 def _waits(axis: Any, steps: Sequence[StepFact]) -> None:
-    """A bar that ends when the batch was complete, as wide and as high as the trainer waited for it."""
+    """Plot a bar for each wait that ends when the batch was complete; width and height are the duration."""
     shown = [step for step in steps if step.waited_s > 0]
     widths = [step.waited_s for step in shown]
     axis.bar([step.sealed_s - step.waited_s for step in shown], widths, width=widths, align="edge", color="tab:red")

@@ -1,7 +1,7 @@
-"""One pass over a trace, from lines to ``Facts``.
+"""Compute ``Facts`` in one pass over a trace.
 
-Keeps the groups that live, and those of batches that a rollback could still bring back. Nothing is judged here: that is
-``staleflow.trace.audit.report``'s.
+The reader keeps live groups and the groups of batches that a rollback could still restore. It does not validate the
+trace; ``staleflow.trace.audit.report`` does.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,14 +15,14 @@ from staleflow.trace.running_time import timed
 
 Event = Mapping[str, Any]
 EXPECTED_ENDS = ("drained", "finished", "closed", "asked only")
-"""Reasons of a worker's leaving that are not worth a line."""
+"""Reasons of a detach that are not reported."""
 TOGETHER_S = 2.0
-"""Leases of one worker that end within this are told of in one line."""
+"""Leases of one worker that expire within this time are reported as one event."""
 STATES = ("leased", "pushed", "occupied", "sealed")
 
 
 class _Group:
-    """One that lives."""
+    """A live group."""
 
     __slots__ = ("occupied_s", "pushed_s", "reserved_s", "state", "version", "worker")
 
@@ -33,7 +33,7 @@ class _Group:
 
 
 class _Batch:
-    """One that is sealed."""
+    """A sealed batch."""
 
     __slots__ = ("fact", "groups", "step")
 
@@ -42,23 +42,23 @@ class _Batch:
 
 
 class Reader:
-    """Takes events in their order; ``facts`` is what they came to so far."""
+    """Consumes events in order and accumulates ``facts``."""
 
     def __init__(self) -> None:
         self.facts = Facts()
         self._groups: dict[int, _Group] = {}
         self._counts: dict[str, int] = dict.fromkeys(STATES, 0)
         self._batches: dict[int, _Batch] = {}
-        """Sealed, not consumed."""
+        """Batches that are sealed and not consumed."""
         self._spent: list[_Batch] = []
-        """Consumed, and not beyond a rollback yet."""
+        """Consumed batches that a rollback may still revoke."""
         self._versions: dict[tuple[int, int], VersionFact] = {}
         self._seen: dict[str, bool] = {}
-        """Names of workers that were there before, and whether they said goodbye."""
+        """Names of earlier workers, and whether they detached in order."""
         self._lost: tuple[str, float, int, int] = ("", 0.0, 0, 0)
-        """The worker whose leases expired last, when, how many, and the number of the happening that tells of it."""
+        """Worker whose leases expired last: its name, the time, the count, and the index of the reporting event."""
         self._joined_s = 0.0
-        """When the trainer of this term came."""
+        """Time at which the trainer of this term joined."""
         self._now_s = 0.0
         self._handlers = self._table()
 
@@ -87,7 +87,7 @@ class Reader:
         }
 
     def read(self, events: Iterable[Event]) -> Facts:
-        """The whole of it."""
+        """Read all events and return the facts."""
         for now_s, event in timed(events):
             self._now_s = now_s
             if (handler := self._handlers.get(event["ev"])) is not None:
@@ -97,7 +97,7 @@ class Reader:
         self.facts.seconds = self._now_s
         return self.facts
 
-    def _tell(self, text: str, *, bad: bool = False) -> None:
+    def _report(self, text: str, *, bad: bool = False) -> None:
         self.facts.happenings.append(Happening(at_s=self._now_s, bad=bad, text=text))
 
     # --- groups ----------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Reader:
             self._expired(group.worker)
 
     def _expired(self, worker: str) -> None:
-        """Many leases of one worker are one line."""
+        """Report several expired leases of one worker as one event."""
         told = self.facts.happenings
         last, at_s, count, place = self._lost
         together = last == worker and self._now_s - at_s < TOGETHER_S
@@ -151,13 +151,13 @@ class Reader:
         if together:
             told[place] = replace(told[place], text=text)
         else:
-            self._tell(text, bad=True)
+            self._report(text, bad=True)
 
     def _on_drop(self, event: Event) -> None:
         self._leave(event["group"])
         self.facts.dropped.setdefault(event["why"], Spent()).add(event["tokens"])
         if event["why"] == "quarantine":
-            self._tell(f"group {event['group']} is quarantined: its stored bytes are damaged", bad=True)
+            self._report(f"group {event['group']} is quarantined: its stored bytes are damaged", bad=True)
 
     # --- batches and versions --------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Reader:
         if batch is not None:
             for id in batch.groups:
                 self._move(id, "occupied")
-            self._tell(f"the batch of step {batch.step} is put together anew: {event['why']}", bad=True)
+            self._report(f"the batch of step {batch.step} is assembled again: {event['why']}", bad=True)
 
     def _on_consume(self, event: Event) -> None:
         batch = self._batches.pop(event["batch"], None)
@@ -241,9 +241,9 @@ class Reader:
             for member in self._batches.pop(id).groups:
                 self._move(member, "occupied")
         undo = f": {len(undone)} step{'s are' if len(undone) > 1 else ' is'} trained again" if undone else ""
-        self._tell(f"back to version {to}{undo}", bad=True)
+        self._report(f"rolled back to version {to}{undo}", bad=True)
 
-    # --- who is there ----------------------------------------------------------------------------------------
+    # --- peers -----------------------------------------------------------------------------------------------
 
     def _on_open(self, event: Event) -> None:
         facts = self.facts
@@ -252,7 +252,7 @@ class Reader:
         if event["inc"] > 1:
             found = event["recovered"]
             kept = found["reserved"] + found["occupied"]
-            self._tell(f"the scheduler came back, with {kept} groups and version {found['version']}", bad=not asked)
+            self._report(f"the scheduler restarted, with {kept} groups and version {found['version']}", bad=not asked)
             return
         facts.run, facts.began_unix_s = event["run"], event["t"] / 1e9
         for key in ("max_staleness", "bound", "on_overdue", "batch_size", "group_size"):
@@ -264,13 +264,13 @@ class Reader:
             return
         if name not in self._seen:
             if self.facts.steps:
-                self._tell(f"{name} joined ({role})")
+                self._report(f"{name} joined ({role})")
         elif event["why"]:
-            self._tell(f"{name} is heard again")
+            self._report(f"{name} is heard again")
         elif self._seen[name]:
-            self._tell(f"{name} came back")
+            self._report(f"{name} came back")
         else:
-            self._tell(f"{name} died: a new process has its name", bad=True)
+            self._report(f"{name} died: a new process has its name", bad=True)
         self._seen[name] = False
 
     def _on_detach(self, event: Event) -> None:
@@ -280,28 +280,28 @@ class Reader:
             return
         self._seen[name] = not silent
         if why not in EXPECTED_ENDS:
-            self._tell(f"{name} fell silent" if silent else f"{name} left: {why or 'it said goodbye'}", bad=silent)
+            self._report(f"{name} fell silent" if silent else f"{name} left: {why or 'it said goodbye'}", bad=silent)
 
     def _on_join(self, event: Event) -> None:
         self._joined_s = self._now_s
         if event["trainer_term"] > 1:
-            self._tell(f"{worker_name(event['trainer'])} took over, term {event['trainer_term']}")
+            self._report(f"{worker_name(event['trainer'])} took over, term {event['trainer_term']}")
 
     def _on_auth(self, event: Event) -> None:
         if not event["ok"]:
-            self._tell(f"{event['peer'] or 'a connection'} was turned away: {event['why']}", bad=True)
+            self._report(f"{event['peer'] or 'a connection'} was turned away: {event['why']}", bad=True)
 
     def _on_reject(self, event: Event) -> None:
         self.facts.rejects[event["code"]] += event["count"]
 
     def _on_overload(self, event: Event) -> None:
         share = f"{event['used']:.0%} of the map used"
-        on = f"the {trouble(event['resource'])} ({share}): new work is refused"
-        self._tell(on if event["on"] else f"there is room again ({share})", bad=event["on"])
+        on = f"the {trouble(event['resource'])} ({share}): new work is rejected"
+        self._report(on if event["on"] else f"space is available again ({share})", bad=event["on"])
 
     def _on_close(self, event: Event) -> None:
         self.facts.closed = event["why"]
-        self._seen = dict.fromkeys(self._seen, True)  # the whole run ended, on purpose
+        self._seen = dict.fromkeys(self._seen, True)  # the whole run ended in order
 
 
 def _last(groups: Mapping[int, _Group]) -> Last | None:

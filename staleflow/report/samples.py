@@ -1,4 +1,4 @@
-"""What the model wrote, early and late, out of ``samples.jsonl``."""
+"""Select samples of the model's output from ``samples.jsonl``, from the first to the last step."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from staleflow.process.sanitize import printable_lines
 
 MAX_STEPS = 5
 MAX_TEXT = 1_000
-"""Characters of a text that are shown; of a prompt the last ones, of what follows the first."""
+"""Maximum characters shown: the last ones of a prompt and the first ones of a completion."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the file: one trajectory of a step. It has more fields."""
+    """The fields used here of a line: one trajectory of a step."""
 
     lineage: int
     step: int
@@ -27,9 +27,10 @@ _decode = msgspec.json.Decoder(Sample).decode
 
 
 def samples(path: Path) -> list[Sample]:
-    """Those of ``MAX_STEPS`` steps, evenly spread with both ends; what cannot be read is left out, no file is none.
+    """Return the samples of ``MAX_STEPS`` evenly spread steps, including both ends; skip malformed lines.
 
-    A step that was trained again after a rollback is there as it was written last. The file is read by lines, twice.
+    A step that was trained again after a rollback appears with its last samples. The file is read line by line, twice,
+    to bound the memory.
     """
     places: dict[int, tuple[int, list[int]]] = {}
     try:
@@ -53,7 +54,7 @@ def samples(path: Path) -> list[Sample]:
 
 
 def _spread(steps: list[int]) -> list[int]:
-    """The first and the last among them."""
+    """Return evenly spread steps that include the first and the last."""
     count = min(MAX_STEPS, len(steps))
     return [steps[round(at * (len(steps) - 1) / max(1, count - 1))] for at in range(count)]
 

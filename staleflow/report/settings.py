@@ -1,4 +1,4 @@
-"""A configuration as it may be passed on: in a page, to W&B."""
+"""Redact secrets from a configuration before it is shown in a page or sent to W&B."""
 
 import re
 from collections.abc import Iterable
@@ -13,20 +13,20 @@ HIDDEN: Final = "(not shown)"
 _SECRET: Final = re.compile(
     r"(?<!mon)key(?!word)|token(?!iz)|secret|pass(?!age)|pwd|credential|authorization|bearer|cookie", re.IGNORECASE
 )
-"""Somewhere in the name of an option whose text is not shown: rather a harmless one too many than a secret."""
+"""Part of the name of an option whose value is hidden; it hides some harmless options rather than miss a secret."""
 _USERINFO: Final = re.compile(r"(?<=://)[^/?#\s]*@")
 _GIVEN: Final = re.compile(rf"((?:^|[?&;\s])[^=&;#\s]*(?:{_SECRET.pattern})[^=&;#\s]*=)[^&;#\s]+", re.IGNORECASE)
-"""In a URL's query, and in a command (``launch.setup``)."""
+"""Secrets in the query of a URL or in a command (``launch.setup``)."""
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Every key as plain values, but what users gave their own code as a secret, and what URLs have of one."""
+    """Return every key as plain values, with secrets in user options and in URLs redacted."""
     table: dict[str, Any] = _shown(msgspec.to_builtins(config), of_user=False, secret=False)
     return table
 
 
 def changes(config: Config) -> list[tuple[str, object, object]]:
-    """Every key that is not at its default: dotted name, value, default (``MISSING`` when it has none)."""
+    """Return every key that differs from its default: dotted name, value, default (``MISSING`` if it has none)."""
     ours = dict(_leaves(settings(config), ""))
     defaults = dict(_leaves(settings(Config(prompts=Prompts(), reward=Reward(run=""))), ""))
     return [
@@ -35,8 +35,10 @@ def changes(config: Config) -> list[tuple[str, object, object]]:
 
 
 def _shown(value: Any, *, of_user: bool, secret: bool) -> Any:
-    """``of_user``: inside a table of ``options``, whose names are the user's. Numbers are no secrets
-    (``max_new_tokens``)."""
+    """Redact ``value``. ``of_user``: inside a table of ``options``, whose keys the user chose.
+
+    Numbers such as ``max_new_tokens`` are never secrets.
+    """
     match value:
         case str():
             return HIDDEN if secret and value else _GIVEN.sub(rf"\1{HIDDEN}", _USERINFO.sub("", value))

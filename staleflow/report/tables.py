@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Events as tables: pandas is the extra ``frames``, pyarrow the extra ``parquet``."""
+"""Convert events to tables. pandas is in the extra ``frames``, pyarrow in the extra ``parquet``."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from staleflow.trace.running_time import timed
 
 
 def columns(events: Iterable[Mapping[str, Any]], kinds: Collection[str] = ()) -> dict[str, list[Any]]:
-    """One list a column, all of one length; None where an event has no such field. ``kinds``: only these, if any."""
+    """Return one list per column, all of equal length; None where an event lacks the field. ``kinds`` is a filter."""
     found: dict[str, list[Any]] = {}
     rows = 0
     for seconds, event in timed(events):
@@ -32,23 +32,23 @@ def columns(events: Iterable[Mapping[str, Any]], kinds: Collection[str] = ()) ->
     return found
 
 
-def frame(held: Mapping[str, list[Any]]) -> Any:
-    """A ``pandas.DataFrame``; ``time`` becomes a moment in UTC. ``ConfigError`` without pandas."""
+def frame(columns_by_name: Mapping[str, list[Any]]) -> Any:
+    """Return a ``pandas.DataFrame`` with ``time`` as UTC timestamps. Raise ``ConfigError`` without pandas."""
     try:
         import pandas
     except ImportError as error:
         raise ConfigError("to_frame", "pandas", f"it is not installed: {install('frames')}") from error
-    made = pandas.DataFrame(held)
+    made = pandas.DataFrame(columns_by_name)
     return made.assign(time=pandas.to_datetime(made["time"], unit="ns", utc=True)) if len(made) else made
 
 
-def table(held: Mapping[str, list[Any]]) -> Any:
-    """A ``pyarrow.Table``; lists and structs keep their types. ``ConfigError`` without pyarrow."""
+def table(columns_by_name: Mapping[str, list[Any]]) -> Any:
+    """Return a ``pyarrow.Table``; lists and structs keep their types. Raise ``ConfigError`` without pyarrow."""
     try:
         import pyarrow
     except ImportError as error:
         raise ConfigError("to_arrow", "pyarrow", f"it is not installed: {install('parquet')}") from error
-    made: dict[str, Any] = dict(held)
+    made: dict[str, Any] = dict(columns_by_name)
     if made:
         made["time"] = pyarrow.array(made["time"], pyarrow.timestamp("ns", tz="UTC"))
     return pyarrow.table(made)

@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""The numbers of a run in TensorBoard and W&B, by the names that ``metrics.jsonl`` has for them.
+"""Write the metrics of a run to TensorBoard and W&B, under their names in ``metrics.jsonl``.
 
-A view like any other, in front of the one that a person looks at: it hands on what it is told, and a thread of its own
-writes the numbers. A writer that fails is told of once, and costs its numbers only.
+The writers form a view in front of the terminal's view: it forwards every call, and a thread per writer writes the
+metrics. A writer that fails is reported once; the run and the other writers continue.
 """
 
 import math
@@ -19,24 +19,24 @@ from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.view import Snapshot, View
 from staleflow.supervisor.watch import NewLines
 
-LOGIN_S = 10.0
-"""W&B may ask for a key for so long; the screen is the run's."""
-LAST_WORDS_S = 20.0
-"""At the end of a run, for what is not written yet."""
+LOGIN_TIMEOUT_S = 10.0
+"""Seconds that W&B may prompt for a key; the terminal belongs to the run."""
+FLUSH_TIMEOUT_S = 20.0
+"""Seconds to flush pending metrics at the end of a run."""
 
 
 class Writer(Protocol):
-    """Belongs to the thread that made it."""
+    """Destination of metrics. Only the thread that created a writer may use it."""
 
     where: str
-    """Where its numbers are looked at."""
+    """Where to view the metrics."""
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 def with_writers(view: View, config: Config, run_dir: Path) -> View:
-    """``view`` itself when the configuration names no writer."""
+    """Return ``view`` with the configured writers behind it; ``view`` itself if there are none."""
     makers = [(name, MAKERS[name]) for name in config.metrics.writers]
     if not makers:
         return view
@@ -49,14 +49,14 @@ def _bound(maker: "Maker", config: Config, run_dir: Path) -> Callable[[], Writer
 
 
 class Written:
-    """A view with writers behind it."""
+    """View that also passes metrics to writers, each in its own thread."""
 
     def __init__(self, view: View, makers: Mapping[str, Callable[[], Writer]], written: int = 0) -> None:
-        """``written``: as many lines are of sessions before, whose writers had them."""
+        """``written``: number of lines from earlier sessions, whose writers have written them."""
         self._view = view
         self._written = written
         self._queues: list[queue.SimpleQueue[Mapping[str, Any] | None]] = []
-        self._told: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         for name, make in makers.items():
             lines: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
@@ -74,47 +74,47 @@ class Written:
             for lines in self._queues:
                 lines.put(line)
         self._written = max(self._written - len(snapshot.lines), 0)
-        self._tell()
+        self._forward_messages()
         self._view.show(snapshot)
 
-    def say(self, text: str) -> None:
-        self._view.say(text)
+    def notify(self, text: str) -> None:
+        self._view.notify(text)
 
     def stop(self) -> None:
-        """Give the writers their last words."""
+        """Flush and stop the writers, then the view."""
         for lines in self._queues:
             lines.put(None)
         for thread in self._threads:
-            thread.join(LAST_WORDS_S)
+            thread.join(FLUSH_TIMEOUT_S)
             if thread.is_alive():
-                self._view.say(f"{thread.name} does not come to an end; it may lack the last numbers")
-        self._tell()
+                self._view.notify(f"{thread.name} did not finish in time; the last metrics may be missing there")
+        self._forward_messages()
         self._view.stop()
 
     def summary(self, summary: Summary) -> None:
         self._view.summary(summary)
 
-    def _tell(self) -> None:
-        while not self._told.empty():
-            self._view.say(self._told.get())
+    def _forward_messages(self) -> None:
+        while not self._messages.empty():
+            self._view.notify(self._messages.get())
 
     def _write(
         self, name: str, make: Callable[[], Writer], lines: "queue.SimpleQueue[Mapping[str, Any] | None]"
     ) -> None:
         try:
             writer = make()
-            self._told.put(f"{name} has the numbers: {writer.where}")
+            self._messages.put(f"metrics in {name}: {writer.where}")
             while (line := lines.get()) is not None:
                 step = int(line.get("step", 0))
                 if values := numbers(line):
                     writer.write(step, float(line.get("t", 0.0)), values)
             writer.close()
-        except Exception as error:  # boundary: somebody else's library, and the run does not need it
-            self._told.put(f"metrics.writers: {name} writes no more: {type(error).__name__}: {error}")
+        except Exception as error:  # boundary: a third-party library that the run does not depend on
+            self._messages.put(f"metrics.writers: {name} stopped writing: {type(error).__name__}: {error}")
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """What of a line can be drawn."""
+    """Return the finite numbers of a line."""
     return {
         key: float(value)
         for key, value in line.items()
@@ -123,15 +123,15 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in the run directory's ``tensorboard``."""
+    """Writer of event files in the folder ``tensorboard`` of the run directory."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.compat.proto.summary_pb2 import Summary as Said  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary as EventSummary  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.where = f"tensorboard --logdir {run_dir / 'tensorboard'}"
-        self._event, self._said = Event, Said
+        self._event, self._said = Event, EventSummary
         self._to = EventFileWriter(str(run_dir / "tensorboard"))
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
@@ -143,7 +143,7 @@ class TensorBoard:
 
 
 class WandB:
-    """One run of W&B a run directory, found again by its name when the run is resumed.
+    """Writer to W&B, with one W&B run per run directory, which a resumed run finds by name.
 
     Project, mode and key come from that package's own environment (``WANDB_PROJECT``, ``WANDB_MODE``, ...).
     """
@@ -158,7 +158,7 @@ class WandB:
             resume="allow",
             dir=str(run_dir),
             config=settings(config),
-            settings=wandb.Settings(silent=True, console="off", login_timeout=LOGIN_S),
+            settings=wandb.Settings(silent=True, console="off", login_timeout=LOGIN_TIMEOUT_S),
         )
         self.where = self._to.url or f"wandb sync {Path(self._to.dir).parent}"
         self._to.define_metric("step")

@@ -1,1 +1,1 @@
-"""Starts, watches, restarts and drains the processes of a run on one machine."""
+"""Start, watch, restart and drain the processes of a run on one machine."""

@@ -1,4 +1,4 @@
-"""What follows from a check-up: the engines and backends that can run here, and how to begin."""
+"""Derive from the findings of ``staleflow doctor`` which engines and backends can run, and suggest a first command."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from staleflow.configs.loading.extras import install
 from staleflow.supervisor.checkup import Finding
 
 ENGINES = {"simulated": (), "transformers": ("torch", "transformers"), "vllm": ("torch", "transformers", "vllm")}
-"""Each with the findings that must be good."""
+"""Engines, each with the findings that must be good."""
 BACKENDS = {
     "simulated": (),
     "torch": ("torch", "transformers"),
@@ -17,13 +17,13 @@ BACKENDS = {
 
 
 def abilities(findings: Sequence[Finding]) -> list[Finding]:
-    """Two findings: what can run, and a command to begin with."""
+    """Return two findings: what can run here, and a command to start with."""
     good = {finding.what for finding in findings if finding.state == "good"}
     engines = [name for name, needs in ENGINES.items() if good.issuperset(needs)]
     backends = [name for name, needs in BACKENDS.items() if good.issuperset(needs)]
     can = f"engines {', '.join(engines)}; trainer backends {', '.join(backends)}"
     if "transformers" in engines:
-        begin = "staleflow init my-task: a task of your own that runs as it is"
+        start = "staleflow init my-task: a starter task that runs unchanged"
     else:
-        begin = f"staleflow run configs/simulated.toml; for models {install('train')}"
-    return [Finding("can run", "good", can), Finding("begin with", "good", begin)]
+        start = f"staleflow run configs/simulated.toml; for models {install('train')}"
+    return [Finding("can run", "good", can), Finding("start with", "good", start)]

@@ -1,4 +1,7 @@
-"""Is an address free? Asked before anything is started; binding asks again. And: is it worth asking?"""
+"""Check whether addresses are free or have a listener, before processes start or connect.
+
+The checks give early, clear errors; they are advisory, because another process may bind in between.
+"""
 
 import errno
 import socket
@@ -14,40 +17,42 @@ from staleflow.net.addresses import is_wildcard
 
 
 def check_free(config: Config, run_dir: Path) -> None:
-    """``ConfigError`` for the first address of the run that somebody listens on."""
+    """Raise ``ConfigError`` for the first address of the run that another process listens on."""
     for key, address in binds(config, planned(config, run_dir).all):
         if in_use(address):
-            raise ConfigError(key, address, "it is in use; choose another, or end the process that has it")
+            raise ConfigError(key, address, "it is in use; choose another, or stop the process that uses it")
 
 
 def binds(config: Config, servers: Sequence[str]) -> list[tuple[str, str]]:
-    """Key and address of all that a run listens on. ``servers``: scheduler, trajectory servers, parameter server; one
-    that is empty is left out."""
+    """Return (configuration key, address) for every address that a run binds.
+
+    ``servers``: scheduler, trajectory servers, parameter server, in this order. Empty addresses are left out.
+    """
     keys = ["scheduler.bind", *["trajectories.bind"] * (len(servers) - 2), "parameters.bind"]
-    found = [
+    pairs = [
         *zip(keys, servers, strict=True),
         ("metrics.bind", config.metrics.bind),
         ("parameters.direct_bind", config.parameters.direct_bind),
     ]
-    return [(key, address) for key, address in found if address]
+    return [(key, address) for key, address in pairs if address]
 
 
 def in_use(address: str) -> bool:
-    """True when another process of this machine listens there."""
+    """Return True if another process of this machine listens there."""
     if address.startswith("ipc://"):
         return _listens(address.removeprefix("ipc://"))
-    return _refused(address) == errno.EADDRINUSE
+    return _bind_errno(address) == errno.EADDRINUSE
 
 
 def may_answer(address: str) -> bool:
-    """False when nobody can: it is of this machine, and nobody listens. One of another machine must be asked."""
+    """Return False if the address is on this machine and has no listener; True for addresses of other machines."""
     if address.startswith("ipc://"):
         return _listens(address.removeprefix("ipc://"))
-    return _refused(address) != 0
+    return _bind_errno(address) != 0
 
 
-def nobody(address: str) -> str:
-    """What it means that nobody listens there, for whoever looks for a run."""
+def no_listener(address: str) -> str:
+    """Explain to a user what it means for the run that no process listens at ``address``."""
     if is_wildcard(address):
         port = urlsplit(address).port
         return f"the run has ended, or its servers are on another machine: --connect tcp://THAT-MACHINE:{port}"
@@ -60,7 +65,7 @@ def silence(address: str) -> str:
         return ""
     process = _listener(address)
     if process is None:
-        return "it listens; its process is stopped, or waits for its disk"
+        return "its process listens, but is stopped or waits for its disk"
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -86,8 +91,8 @@ def _listener(address: str) -> int | None:
     return process
 
 
-def _refused(address: str) -> int:
-    """The error number of binding there, such as EADDRNOTAVAIL for another machine's address; 0: it is free here."""
+def _bind_errno(address: str) -> int:
+    """Return the errno of binding there, such as EADDRNOTAVAIL for another machine's address; 0 if it is free."""
     parts = urlsplit(address)
     host = parts.hostname or ""
     try:

@@ -1,9 +1,9 @@
-"""Faults for a run on this machine, on purpose, so that anyone can watch it survive them.
+"""Fault injection into the processes of a run on this machine.
 
-- Processes are found by their command lines: those of ``staleflow run`` as well as those that a person started.
-- Which fault comes when follows from a seed: a shuffled deck of every (process, kind), of which the rarest kind so far
-  that can be caused comes next, and waits drawn at random.
-- What was stopped goes on in the end, whatever ends this process but ``kill -9``.
+- Processes are identified by their command lines, whether ``staleflow run`` or a person started them.
+- The order of faults follows from a seed: all (process, kind) pairs are shuffled, and the next fault is the first
+  possible one of the kind that was injected least. The waits between faults are random.
+- Stopped processes are continued before this process ends, except after ``kill -9``.
 """
 
 import os
@@ -19,39 +19,42 @@ from pathlib import Path
 import msgspec
 import psutil
 
-YOUNG_S = 6.0
-"""A process that just started is spared: the supervisor gives up one that dies five times at once."""
-GONE_S = 10.0
-"""Nothing to harm for so long: the run is over."""
-STUCK_S = 15.0
-"""No fault could be caused for so long: what is left of the deck may never be (its process has left for good, its shard
-stores nothing), so a new one is shuffled. Longer than a process that died takes to be there again and not young."""
+MIN_AGE_S = 6.0
+"""Minimum age of a target, because the supervisor gives up on a process that dies repeatedly right after its start."""
+NO_VICTIM_TIMEOUT_S = 10.0
+"""The run counts as ended after this many seconds without a target."""
+NO_FAULT_TIMEOUT_S = 15.0
+"""Seconds without a possible fault after which the remaining pairs are discarded and all pairs are shuffled again.
+
+The remaining faults may be impossible for ever: the process has left for good, or its shard stores nothing. The time
+exceeds a restart plus ``MIN_AGE_S``.
+"""
 POLL_INTERVAL_S = 0.1
-SERVER_STOP_S = 5.0
-"""A server that is stopped is gone to its peers after three heartbeats, and then back."""
-NEWEST = 16
-"""Records of a shard that a bit is turned in one of: they are still to be trained."""
+MAX_SERVER_STOP_S = 5.0
+"""Maximum stop of a server: long enough for its peers to miss three heartbeats and see it return."""
+NUM_NEWEST = 16
+"""Number of newest records among which a bit is flipped; these are not trained yet."""
 DIGEST_BYTES = 32
-"""Before the bytes of a record."""
+"""Size of the digest that precedes the bytes of a record."""
 _SERVERS = ("scheduler", "trajectories", "parameters")
 
 
 class Kind(StrEnum):
-    """What is done to a process."""
+    """Kind of fault."""
 
     KILL = "kill"
-    """SIGKILL: it ends where it stands."""
+    """SIGKILL: immediate death."""
     STOP = "stop"
-    """SIGSTOP, and SIGCONT after a while: a worker comes back as a zombie whose leases are over."""
+    """SIGSTOP, and SIGCONT after a while: a worker returns as a zombie whose leases have expired."""
     TERM = "term"
-    """SIGTERM: it drains and leaves."""
+    """SIGTERM: the process drains and exits."""
     FLIP = "flip"
-    """One bit of a stored payload, in the file of a trajectory server that runs."""
+    """Flip one bit of a stored payload, in the file of a running trajectory server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A process of the run."""
+    """A process of the run that may be a target."""
 
     name: str
     process: psutil.Process
@@ -61,11 +64,11 @@ class Victim:
         return int(self.process.pid)
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault, as it is told."""
+class Injected(msgspec.Struct, frozen=True, kw_only=True):
+    """One injected fault, as it is reported."""
 
     at_s: float
-    """Seconds since the first look."""
+    """Seconds since the start of the fault injection."""
     kind: str
     name: str
     pid: int
@@ -76,20 +79,20 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def victims(run_dir: Path) -> list[Victim]:
-    """Every process of this run that works, by name."""
-    found: list[Victim] = []
+    """Return the live processes of this run, sorted by name."""
+    members: list[Victim] = []
     for process in psutil.process_iter():
         try:
             name = name_of(process.cmdline(), run_dir, Path(process.cwd()))
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
         if name:
-            found.append(Victim(name, process))
-    return sorted(found, key=lambda victim: (victim.name, victim.pid))
+            members.append(Victim(name, process))
+    return sorted(members, key=lambda victim: (victim.name, victim.pid))
 
 
 def name_of(words: Sequence[str], run_dir: Path, folder: Path) -> str:
-    """What the process with this command line and working folder is called; empty if it is none of this run."""
+    """Return the name of the process with this command line and working directory; empty if it is not of this run."""
     verb = next((place for place, word in enumerate(words) if word in ("serve", "attach")), 0)
     if not verb or not any("staleflow" in word for word in words[:verb]):
         return ""
@@ -112,7 +115,7 @@ def _option(words: Sequence[str], name: str) -> str:
 
 
 class Chaos:
-    """Causes faults until ``run`` has done as many as asked, or there is nobody left."""
+    """Fault injector for one run; ``run`` injects the given number of faults or stops when no target is left."""
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class Chaos:
         every_s: float,
         stop_s: float,
         seed: int,
-        tell: Callable[[Done], None],
+        report: Callable[[Injected], None],
     ) -> None:
         self._run_dir = run_dir
         self._kinds = tuple(kinds)
@@ -131,63 +134,63 @@ class Chaos:
         self._every_s = every_s
         self._stop_s = stop_s
         self._random = random.Random(seed)
-        self._tell = tell
-        self._deck: list[tuple[str, Kind]] = []
-        self._done = Counter[Kind]()
+        self._report = report
+        self._remaining: list[tuple[str, Kind]] = []
+        self._num_injected = Counter[Kind]()
         self._stopped: dict[int, tuple[psutil.Process, float]] = {}
         self._began = time.monotonic()
 
     def run(self, faults: int) -> int:
-        """How many faults there were."""
-        done = 0
+        """Inject ``faults`` faults and return how many were injected."""
+        injected = 0
         try:
-            for done, fault in enumerate(self._faults(faults), start=1):
-                self._tell(fault)
-                if done < faults:
-                    self._rest(self._every_s * self._random.uniform(0.5, 1.5))
+            for injected, fault in enumerate(self._faults(faults), start=1):
+                self._report(fault)
+                if injected < faults:
+                    self._sleep(self._every_s * self._random.uniform(0.5, 1.5))
             while self._stopped:
-                self._rest(POLL_INTERVAL_S)
+                self._sleep(POLL_INTERVAL_S)
         finally:
-            self._wake(float("inf"))
-        return done
+            self._continue_stopped(float("inf"))
+        return injected
 
-    def _faults(self, most: int) -> Iterator[Done]:
-        count, seen = 0, time.monotonic()
-        caused = seen
-        while count < most and time.monotonic() - seen < GONE_S:
-            there = [v for v in victims(self._run_dir) if v.name.startswith(self._only or "")]
-            if there:
-                seen = time.monotonic()
-            if (fault := self._next(there)) is not None:
+    def _faults(self, max_faults: int) -> Iterator[Injected]:
+        count, victims_seen_s = 0, time.monotonic()
+        injected_s = victims_seen_s
+        while count < max_faults and time.monotonic() - victims_seen_s < NO_VICTIM_TIMEOUT_S:
+            alive = [v for v in victims(self._run_dir) if v.name.startswith(self._only or "")]
+            if alive:
+                victims_seen_s = time.monotonic()
+            if (fault := self._inject_next(alive)) is not None:
                 count += 1
                 yield fault
-                seen = caused = time.monotonic()
+                victims_seen_s = injected_s = time.monotonic()
             else:
-                if time.monotonic() - caused > STUCK_S:
-                    self._deck.clear()
-                self._rest(POLL_INTERVAL_S)
+                if time.monotonic() - injected_s > NO_FAULT_TIMEOUT_S:
+                    self._remaining.clear()
+                self._sleep(POLL_INTERVAL_S)
 
-    def _next(self, there: Sequence[Victim]) -> Done | None:
-        """The first fault of the deck that can be caused now, of the kind that there were least of."""
-        if not self._deck:
-            names = dict.fromkeys(victim.name for victim in there)
-            self._deck = [(name, kind) for name in names for kind in self._kinds if _fits(name, kind)]
-            self._random.shuffle(self._deck)
-        by_name = {victim.name: victim for victim in there if self._ready(victim)}
-        for name, kind in sorted(self._deck, key=lambda card: self._done[card[1]]):
+    def _inject_next(self, alive: Sequence[Victim]) -> Injected | None:
+        """Inject the first possible fault of the kind that was injected least; None if none is possible now."""
+        if not self._remaining:
+            names = dict.fromkeys(victim.name for victim in alive)
+            self._remaining = [(name, kind) for name in names for kind in self._kinds if _fits(name, kind)]
+            self._random.shuffle(self._remaining)
+        by_name = {victim.name: victim for victim in alive if self._ready(victim)}
+        for name, kind in sorted(self._remaining, key=lambda fault: self._num_injected[fault[1]]):
             victim = by_name.get(name)
-            if victim is not None and (detail := self._cause(victim, kind)) is not None:
-                self._deck.remove((name, kind))
-                self._done[kind] += 1
+            if victim is not None and (detail := self._inject(victim, kind)) is not None:
+                self._remaining.remove((name, kind))
+                self._num_injected[kind] += 1
                 at_s = round(time.monotonic() - self._began, 3)
-                return Done(at_s=at_s, kind=kind.value, name=name, pid=victim.pid, detail=detail)
+                return Injected(at_s=at_s, kind=kind.value, name=name, pid=victim.pid, detail=detail)
         return None
 
     def _ready(self, victim: Victim) -> bool:
-        return victim.pid not in self._stopped and time.time() - victim.process.create_time() > YOUNG_S
+        return victim.pid not in self._stopped and time.time() - victim.process.create_time() > MIN_AGE_S
 
-    def _cause(self, victim: Victim, kind: Kind) -> str | None:
-        """What is to be said of it; None when it could not be done."""
+    def _inject(self, victim: Victim, kind: Kind) -> str | None:
+        """Inject a fault and return its details; None if it was not possible."""
         try:
             match kind:
                 case Kind.KILL:
@@ -203,20 +206,20 @@ class Chaos:
         return ""
 
     def _stop(self, victim: Victim) -> str:
-        seconds = min(self._stop_s, SERVER_STOP_S) if victim.name.startswith(_SERVERS) else self._stop_s
+        seconds = min(self._stop_s, MAX_SERVER_STOP_S) if victim.name.startswith(_SERVERS) else self._stop_s
         victim.process.send_signal(signal.SIGSTOP)
         self._stopped[victim.pid] = victim.process, time.monotonic() + seconds
         return f"for {seconds:g} s"
 
-    def _rest(self, seconds: float) -> None:
+    def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            self._wake(time.monotonic())
+            self._continue_stopped(time.monotonic())
             time.sleep(min(left, POLL_INTERVAL_S))
-        self._wake(time.monotonic())
+        self._continue_stopped(time.monotonic())
 
-    def _wake(self, now: float) -> None:
-        """Let those go on whose time is over."""
+    def _continue_stopped(self, now: float) -> None:
+        """Continue the stopped processes whose time is up."""
         for pid, (process, until) in list(self._stopped.items()):
             if until <= now:
                 del self._stopped[pid]
@@ -231,15 +234,15 @@ def _fits(name: str, kind: Kind) -> bool:
 
 
 def flip(store: Path, draw: random.Random) -> str | None:
-    """Turn one bit of one of the newest payloads in a shard's files; which one, or None when there is none to be found.
+    """Flip one bit of one of the newest payloads of a shard. Return which one, or None if there is no payload.
 
-    The server reads through maps of these very files, so it sees the damage at once.
+    The server reads these files through memory maps, so it sees the damage at once.
     """
-    found = sorted(_payloads(store), key=lambda one: one.key[8:])
-    for one in draw.sample(found[-NEWEST:], k=min(len(found), NEWEST)):
+    payloads = sorted(_payloads(store), key=lambda one: one.key[8:])
+    for one in draw.sample(payloads[-NUM_NEWEST:], k=min(len(payloads), NUM_NEWEST)):
         try:
             file = os.open(one.path, os.O_RDWR)
-        except FileNotFoundError:  # a slab that nobody needs any more
+        except FileNotFoundError:  # the slab has been deleted
             continue
         try:
             place = one.offset if one.offset >= 0 else _find(file, one.blob)
@@ -255,12 +258,12 @@ def flip(store: Path, draw: random.Random) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Payload:
-    """One that a shard has stored."""
+    """Location of a payload that a shard has stored."""
 
     key: bytes
     path: Path
     offset: int
-    """In that file; -1: wherever ``blob`` is."""
+    """Byte offset in ``path``; -1 if unknown, then the place is found by searching for ``blob``."""
     nbytes: int
     blob: bytes = b""
 
@@ -268,29 +271,29 @@ class _Payload:
 def _payloads(store: Path) -> list[_Payload]:
     import lmdb
 
-    found: list[_Payload] = []
+    payloads: list[_Payload] = []
     try:
         environment = lmdb.Environment(str(store), readonly=True, lock=False, max_dbs=8)
-    except lmdb.Error:  # its server has not made it yet
-        return found
+    except lmdb.Error:  # its server has not created it yet
+        return payloads
     try:
         with environment.begin(db=environment.open_db(b"payloads", create=False)) as view:
             blobs = [(bytes(key), bytes(value)) for key, value in view.cursor()]
-        found += [_Payload(key, store / "data.mdb", -1, len(blob), blob) for key, blob in blobs]
+        payloads += [_Payload(key, store / "data.mdb", -1, len(blob), blob) for key, blob in blobs]
         with environment.begin(db=environment.open_db(b"records", create=False)) as view:
             for key, value in view.cursor():
                 record = msgspec.msgpack.decode(value[DIGEST_BYTES:], type=_Record)
                 if record.slab:
-                    found.append(_Payload(bytes(key), store / "slabs" / record.slab, record.offset, record.nbytes))
+                    payloads.append(_Payload(bytes(key), store / "slabs" / record.slab, record.offset, record.nbytes))
     except (lmdb.Error, msgspec.MsgspecError):
         pass
     finally:
         environment.close()
-    return found
+    return payloads
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a shard's record."""
+    """The fields of a shard's record that are needed here."""
 
     nbytes: int
     slab: str = ""
@@ -298,7 +301,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _find(file: int, blob: bytes) -> int:
-    """Where a record lies in the file; -1 when it does not any more."""
+    """Return the offset of ``blob`` in the file; -1 if it is not stored any more."""
     size, step, start = os.fstat(file).st_size, 16 << 20, 0
     while start < size:
         place = os.pread(file, step + len(blob), start).find(blob)

@@ -1,4 +1,4 @@
-"""Is this machine fit for a run? One finding a line; each check is on its own and none may raise."""
+"""Checks of ``staleflow doctor``. Each check returns one finding; the checks are independent and none may raise."""
 
 import importlib.metadata
 import importlib.util
@@ -49,21 +49,24 @@ VLLM_TIMEOUT_S = 120
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What one check saw."""
+    """Result of one check."""
 
     what: str
     state: State
-    """missing: only some runs need it."""
+    """``missing`` means absent, but needed by some runs only."""
     found: str
 
 
-Told = Callable[[float, float, str], None]
+Update = Callable[[float, float, str], None]
 
 
 def examine(
-    config_file: Path | None, overrides: Sequence[str], run_dir: Path, told: Told = lambda done, of, what: None
+    config_file: Path | None, overrides: Sequence[str], run_dir: Path, update: Update = lambda completed, of, what: None
 ) -> list[Finding]:
-    """Every check, in the order of the table. ``told`` hears how many are done, of how many, and which comes next."""
+    """Run all checks in the order of the table.
+
+    Before each check, ``update`` receives the number of completed checks, their total, and the name of the next one.
+    """
     checks: list[tuple[str, Callable[[], Finding]]] = [
         ("python", python),
         ("torch", torch),
@@ -81,8 +84,8 @@ def examine(
         ("tcp ports", ports),
     ]
     findings: list[Finding] = []
-    for done, (what, check) in enumerate(checks):
-        told(done, len(checks), what)
+    for completed, (what, check) in enumerate(checks):
+        update(completed, len(checks), what)
         findings.append(_guarded(what, check))
     return [*findings, *configuration(config_file, overrides)] if config_file else findings
 
@@ -97,17 +100,23 @@ def _guarded(what: str, check: Callable[[], Finding]) -> Finding:
 def python() -> Finding:
     good = sys.version_info[:2] >= MIN_PYTHON and sys.platform == "linux"
     found = f"{platform.python_version()} on {platform.platform(terse=True)}"
-    return Finding("python", "good" if good else "bad", found if good else f"{found}; 3.11 or newer on Linux is needed")
+    return Finding(
+        "python",
+        "good" if good else "bad",
+        found if good else f"{found}; staleflow needs Python 3.11 or newer on Linux",
+    )
 
 
 def torch() -> Finding:
-    """In a process of its own: importing it takes seconds, and a broken build may end Python."""
+    """Import torch in a separate process: the import takes seconds, and a broken build may crash Python."""
     if importlib.util.find_spec("torch") is None:
         return Finding("torch", "missing", "only simulated runs work; install the torch of this machine first")
-    done = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode != 0:
-        return Finding("torch", "bad", done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}")
-    return Finding("torch", "good", done.stdout.strip())
+    completed = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=120, check=False)
+    if completed.returncode != 0:
+        return Finding(
+            "torch", "bad", completed.stderr.strip().rpartition("\n")[2] or f"exit code {completed.returncode}"
+        )
+    return Finding("torch", "good", completed.stdout.strip())
 
 
 def package(name: str) -> Finding:
@@ -118,7 +127,7 @@ def package(name: str) -> Finding:
 
 
 def extra(name: str, group: str, use: str) -> Finding:
-    """A package that comes with an extra of this one."""
+    """Check a package that an extra of staleflow installs."""
     found = package(name)
     if found.state == "good":
         return found
@@ -126,29 +135,27 @@ def extra(name: str, group: str, use: str) -> Finding:
 
 
 def vllm() -> Finding:
-    """Either build, imported with what it may trip over, in a process of its own."""
+    """Import either build of vLLM in a separate process, together with packages that often break the import."""
     from staleflow.configs.loading.presence import VLLM
 
     if importlib.util.find_spec("vllm") is None:
         return Finding("vllm", "missing", f'not installed; only runs with rollout.engine "vllm" need it: {VLLM}')
     if not importlib.metadata.entry_points(group="vllm.general_plugins", name="staleflow"):
-        return Finding(
-            "vllm", "bad", "it does not know staleflow: install staleflow once more, its entry point is missing"
-        )
-    done = subprocess.run(
+        return Finding("vllm", "bad", "the vLLM plugin of staleflow is not registered: reinstall staleflow")
+    completed = subprocess.run(
         [sys.executable, "-c", _VLLM], capture_output=True, text=True, timeout=VLLM_TIMEOUT_S, check=False
     )
-    if done.returncode == 0:
+    if completed.returncode == 0:
         builds = ", ".join(name for name in VLLM_BUILDS if package(name).state == "good")
-        return Finding("vllm", "good", f"{done.stdout.strip().rpartition(chr(10))[2]} ({builds})")
-    said = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-    if any(name in done.stderr for name in ("torchvision", "torchaudio", "torchcodec")):
-        said += "; torchvision, torchaudio and torchcodec are builds for another torch: pip uninstall them"
-    return Finding("vllm", "bad", said)
+        return Finding("vllm", "good", f"{completed.stdout.strip().rpartition(chr(10))[2]} ({builds})")
+    failure = completed.stderr.strip().rpartition("\n")[2] or f"exit code {completed.returncode}"
+    if any(name in completed.stderr for name in ("torchvision", "torchaudio", "torchcodec")):
+        failure += "; torchvision, torchaudio or torchcodec was built for another torch: pip uninstall all three"
+    return Finding("vllm", "bad", failure)
 
 
 def deepspeed() -> Finding:
-    """Installed, or how to."""
+    """Check whether DeepSpeed is installed."""
     from staleflow.configs.loading.presence import DEEPSPEED
 
     found = package("deepspeed")
@@ -160,7 +167,7 @@ def deepspeed() -> Finding:
 
 
 def disk(run_dir: Path) -> Finding:
-    """Syncs a second at the place of the run directory, and the space left."""
+    """Measure syncs per second and the free space on the disk of the run directory."""
     place = next(path for path in (run_dir, *run_dir.resolve().parents) if path.is_dir())
     with tempfile.TemporaryFile(dir=place) as file:
         began = time.perf_counter()
@@ -199,8 +206,10 @@ def ports() -> Finding:
 
 
 def stage_calls(config: "Config") -> Iterator[Finding]:
-    """How many calls of user code each stage has under way, against those of a batch: the fewer, the sooner it is the
-    limit of the run."""
+    """Compare the concurrent calls of user code of each stage with the calls that one batch needs.
+
+    A stage with fewer concurrent calls than a batch needs may limit the throughput of the run.
+    """
     from staleflow.configs.stages import calls_a_group, concurrency_of, section_of, stages, workers_of
 
     for stage in stages(config):
@@ -208,19 +217,19 @@ def stage_calls(config: "Config") -> Iterator[Finding]:
             continue
         workers, section = workers_of(config, stage), section_of(config, stage)
         calls, batch = workers * concurrency, config.trainer.batch_size * calls_a_group(config, stage)
-        found = f"{calls:,} calls of an async def under way, {workers} of any other function; a batch takes {batch:,}"
+        found = f"{calls:,} concurrent calls of an async def, {workers} of another function; a batch needs {batch:,}"
         more = f": raise {section}.concurrency or {section}.workers if the stage is the limit" if calls < batch else ""
         yield Finding(f"stage {stage}", "good", found + more)
     if config.environment.run:
         places, wanted = config.environment.processes * config.environment.concurrency, config.rollout.max_inflight
         more = ": raise environment.processes or environment.concurrency" if places < wanted else ""
         yield Finding(
-            "environment", "good", f"{places:,} episodes a rollout worker, whose engine takes {wanted:,}{more}"
+            "environment", "good", f"{places:,} episodes per rollout worker, whose engine takes {wanted:,}{more}"
         )
 
 
 def configuration(file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
-    """The configuration loads, and what it names is there and free."""
+    """Check that the configuration loads, the files and packages it names exist, and its addresses are free."""
     from staleflow.configs.loading.load import load
     from staleflow.configs.loading.presence import present
     from staleflow.supervisor.addresses import binds, in_use

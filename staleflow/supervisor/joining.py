@@ -1,4 +1,4 @@
-"""A run as its scheduler knows it, for a process that was told nothing but the address."""
+"""Join a run for which only the scheduler's address is known."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,58 +13,61 @@ from staleflow.net.security import client_sockets
 from staleflow.supervisor import rundir, summary
 from staleflow.supervisor.addresses import may_answer
 
-_KEYS = {"train": Role.TRAINER, "relay": Role.SERVER}
-"""By word of the command line; the others are called as their keys are."""
+_KEY_ROLES = {"train": Role.TRAINER, "relay": Role.SERVER}
+"""Key role of a worker role on the command line, where the two names differ."""
 
 
-def joined(
-    address: str, word: str, file: Path | None = None, overrides: Sequence[str] = (), *, timeout_s: float = 10.0
+def join_run(
+    address: str, role: str, file: Path | None = None, overrides: Sequence[str] = (), *, timeout_s: float = 10.0
 ) -> tuple[Config, Path]:
-    """The run's configuration and its directory: the scheduler's where that is on this host (or on a disk of both),
-    else ``runs/attached-RUN`` here.
+    """Return the run's configuration and run directory.
 
-    ``word``: rollout, stage, train or relay. ``ConfigError`` when ``file`` and ``overrides`` are of another run,
-    ``RunOver`` when it has finished, ``Unavailable`` when nobody answers.
+    The directory is the scheduler's if this host can read it, else ``runs/attached-RUN``. ``role`` is rollout, stage,
+    train or relay. Raise ``ConfigError`` if ``file`` or ``overrides`` describe another run, ``RunOver`` if the run has
+    finished, and ``Unavailable`` if the scheduler does not answer.
     """
-    with _asking(address, word) as admin:
+    with _admin(address, role) as admin:
         try:
             attached = admin.run(timeout_s=timeout_s)
         except Refused as refused:
             if refused.is_over:
                 raise RunOver from refused
             raise
-    theirs = from_json(attached.config)
-    if file is not None and load(file, overrides) != theirs:
-        raise ConfigError("--config", str(file), f'run "{attached.run}" at {address} has another configuration')
+    config = from_json(attached.config)
+    if file is not None and load(file, overrides) != config:
+        raise ConfigError("--config", str(file), f'run "{attached.run}" at {address} has a different configuration')
     if file is None and overrides:
-        raise ConfigError("override", overrides[0], f'run "{attached.run}" at {address} has its configuration already')
+        raise ConfigError(
+            "override", overrides[0], f'run "{attached.run}" at {address} has its configuration: leave it out'
+        )
     folder = Path(attached.run_dir)
-    if not ((folder / RESOLVED).is_file() and read_run(folder) == theirs):
+    if not ((folder / RESOLVED).is_file() and read_run(folder) == config):
         folder = Path("runs") / f"attached-{attached.run}"
-        write_resolved(theirs, folder)
-    return theirs, folder
+        write_resolved(config, folder)
+    return config, folder
 
 
 def check_not_ended(run_dir: Path, address: str) -> None:
-    """``ConfigError`` where the run of a directory has ended: it has a summary, and nothing of it listens any more."""
-    if may_answer(address) or rundir.holder(run_dir) is not None or (found := summary.read(run_dir)) is None:
+    """Raise ``ConfigError`` if the run has ended: a summary exists, and no server of the run listens."""
+    if may_answer(address) or rundir.holder(run_dir) is not None or (result := summary.read(run_dir)) is None:
         return
-    ended = f"it has ended: {found.outcome}, {found.steps:,} of {found.steps_wanted:,} steps"
-    raise ConfigError("run", str(run_dir), ended + (f"; resume with: {found.resume}" if found.resume else ""))
+    ended = f"the run has ended: {result.outcome}, {result.steps:,} of {result.steps_wanted:,} steps"
+    raise ConfigError("run", str(run_dir), ended + (f"; resume with: {result.resume}" if result.resume else ""))
 
 
-def has_ended(address: str, word: str, *, timeout_s: float) -> bool:
-    """Return whether a worker of the run that has left has nothing to come back to; also without an answer in time.
+def has_ended(address: str, role: str, *, timeout_s: float) -> bool:
+    """Return whether a worker that left the run need not rejoin; also True if the scheduler does not answer in time.
 
-    A trainer comes back while the run drains: what is sealed is still trained."""
+    A trainer must rejoin while the run drains, because sealed batches are still trained.
+    """
     try:
-        with _asking(address, word) as admin:
-            if word == "train":
+        with _admin(address, role) as admin:
+            if role == "train":
                 return bool(admin.status(timeout_s=timeout_s).get("finished"))
             return admin.run(timeout_s=timeout_s).ending
     except (Unavailable, Refused):
         return True
 
 
-def _asking(address: str, word: str) -> Admin:
-    return Admin(address, transport=client_sockets(None, _KEYS.get(word) or Role(word)))
+def _admin(address: str, role: str) -> Admin:
+    return Admin(address, transport=client_sockets(None, _KEY_ROLES.get(role) or Role(role)))

@@ -1,7 +1,8 @@
-"""Nobody outlives the supervisor, however it ends.
+"""End every child process when the supervisor ends, even after ``kill -9``.
 
-Every child inherits the read end of one pipe whose write end only the supervisor has. When it closes, by exit or by
-``kill -9``, each child drains as at SIGTERM, and is gone with its whole process group some seconds later.
+Every child inherits the read end of one pipe, whose write end only the supervisor has. The kernel closes the pipe when
+the supervisor exits for any reason. Each child then drains as after SIGTERM, and kills its process group some seconds
+later.
 """
 
 import ctypes
@@ -12,30 +13,37 @@ import threading
 import time
 
 VARIABLE = "STALEFLOW_LIFELINE"
-"""Environment: number of the inherited descriptor, and ``:SECONDS`` where a byte comes now and then: without one for so
-long it has as good as closed. Unset in a process that a person started."""
+"""Environment variable with the inherited descriptor, unset in a process that was started by hand.
+
+A suffix ``:SECONDS`` means that the writer sends a byte at intervals; silence for that time counts as a closed pipe.
+"""
 TORCHRUN = "STALEFLOW_TORCHRUN"
-"""Environment of the ranks under torchrun: the process that started it. torchrun passes on no descriptor, and gives
-each rank a session of its own, so no signal to a group reaches it: a rank ends with torchrun, at once."""
-GRACE_S = 8.0
+"""Environment variable of ranks under torchrun: the process that started torchrun.
+
+torchrun passes no descriptors on and starts each rank in its own session, which no signal to a process group reaches.
+A rank therefore ends together with torchrun, by ``PR_SET_PDEATHSIG``.
+"""
+GRACE_PERIOD_S = 8.0
 _PR_SET_PDEATHSIG = 1
 
 
 class Lifeline:
-    """The supervisor's end."""
+    """The supervisor's end of the pipe."""
 
     def __init__(self) -> None:
         self.read_fd, self._write_fd = os.pipe()
 
     def close(self) -> None:
-        """Lets go of every child."""
+        """Close the pipe, which makes every child drain."""
         os.close(self._write_fd)
         os.close(self.read_fd)
 
 
-def hold(grace_s: float = GRACE_S) -> bool:
-    """Called first thing by a role: watch for the supervisor's end, after which it has ``grace_s``. False if there is
-    none."""
+def watch_supervisor(grace_s: float = GRACE_PERIOD_S) -> bool:
+    """Start watching for the supervisor's end, after which this process has ``grace_s`` to exit.
+
+    A role calls this first. Return False if no supervisor started this process.
+    """
     if starter := os.environ.pop(TORCHRUN, ""):
         _end_with_torchrun(int(starter))
         return True
@@ -44,8 +52,8 @@ def hold(grace_s: float = GRACE_S) -> bool:
         return False
     descriptor = int(number)
     os.set_inheritable(descriptor, False)
-    told = descriptor, grace_s, float(silent_s or 0)
-    threading.Thread(target=_watch, args=told, name="lifeline", daemon=True).start()
+    watched = descriptor, grace_s, float(silent_s or 0)
+    threading.Thread(target=_watch, args=watched, name="lifeline", daemon=True).start()
     return True
 
 
@@ -58,13 +66,17 @@ def _watch(descriptor: int, grace_s: float, silent_s: float) -> None:
 
 
 def _end_with_torchrun(starter: int) -> None:
-    """The kernel ends this process with its parent. A parent that was gone before is told by who started it."""
+    """Let the kernel kill this process when its parent, torchrun, ends.
+
+    The parent may have ended before the call to ``prctl``. Then this process has been re-parented, and the new parent
+    was not started by ``starter``.
+    """
     import psutil
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        there = psutil.Process(os.getppid()).ppid() == starter
+        parent_alive = psutil.Process(os.getppid()).ppid() == starter
     except psutil.NoSuchProcess:
-        there = False
-    if not there:
+        parent_alive = False
+    if not parent_alive:
         os.kill(os.getpid(), signal.SIGKILL)

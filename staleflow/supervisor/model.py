@@ -1,7 +1,8 @@
-"""The model directory of a run: linked when it exists, made once when ``model.build`` makes it.
+"""The model directory of a run: a link to an existing model, or built once by ``model.build``.
 
-Built beside its place and renamed, under a lock: whoever needs it first builds it, everybody else waits, and half a
-model is never seen. ``python -m staleflow.supervisor.model RUN_DIR`` does it in a process of its own.
+The first process that needs the model builds it under a lock, and all others wait. The directory is built under a
+temporary name and renamed, so that an incomplete model is never visible. ``python -m staleflow.supervisor.model
+RUN_DIR`` builds it in a separate process.
 """
 
 import fcntl
@@ -24,27 +25,27 @@ _PARTIAL = ".model.partial"
 
 
 def missing(config: Config, run_dir: Path) -> bool:
-    """True when a model must be built before anything can load it."""
+    """Return True if a model must be built before a worker can load it."""
     return needs_model(config) and bool(config.model.build) and not (run_dir / "model").exists()
 
 
-def so_far(run_dir: Path, words: str = "") -> str:
-    """``words``, and the file of a model being built that was written last, with its size, if it has a megabyte."""
+def download_progress(run_dir: Path, message: str = "") -> str:
+    """Return ``message`` and the newest file of the model being built, with its size, if it has at least 1 MB."""
     files = list[tuple[float, int, str]]()
     for path in (run_dir / _PARTIAL).rglob("*"):
-        with suppress(OSError):  # it is written this moment
-            found = path.stat()
-            if path.is_file() and found.st_size >= 10**6:
+        with suppress(OSError):  # renamed or deleted since it was listed
+            stat = path.stat()
+            if path.is_file() and stat.st_size >= 10**6:
                 name = "a download" if path.suffix == ".incomplete" else path.name
-                files.append((found.st_mtime, found.st_size, name))
+                files.append((stat.st_mtime, stat.st_size, name))
     if not files:
-        return words
+        return message
     _, nbytes, name = max(files)
-    return ", ".join(filter(None, (words, f"{name}: {nbytes / 1e6:,.0f} MB so far")))
+    return ", ".join(filter(None, (message, f"{name}: {nbytes / 1e6:,.0f} MB so far")))
 
 
 def ensure(config: Config, run_dir: Path) -> None:
-    """Afterwards ``run_dir/model`` is a model directory, if this run needs one."""
+    """Create ``run_dir/model`` if this run needs a model; return once it is complete."""
     if not needs_model(config):
         return
     target = run_dir / "model"
@@ -71,7 +72,7 @@ def _build(config: Config, target: Path) -> None:
 
 
 def main() -> int:
-    lifeline.hold()
+    lifeline.watch_supervisor()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run_dir = Path(sys.argv[1])
     try:

@@ -1,4 +1,4 @@
-"""Which processes a run has and how each is started. Pure."""
+"""The processes of a run and the command that starts each of them. No IO."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from staleflow.configs.stages import stages, threads_of, workers_of
 
 
 class Kind(StrEnum):
-    """In the order in which they are drained."""
+    """Kind of process, in drain order."""
 
     WORKER = "worker"
     TRAINER = "trainer"
@@ -18,14 +18,14 @@ class Kind(StrEnum):
     SCHEDULER = "scheduler"
 
 
-class Works(StrEnum):
-    """From when on a process works, and what it did before does not speak for it."""
+class WorkingSince(StrEnum):
+    """Point in time from which the uptime of a process counts, for the restart policy."""
 
     STARTED = "started"
     ATTACHED = "attached"
-    """To the run: it may have loaded for minutes."""
+    """Attached to the run: loading a model before that may take minutes."""
     MACHINE = "machine"
-    """From its start, unless it gave up what it looks after."""
+    """Its start, unless it exits with ``GAVE_UP`` because it stopped restarting its own children."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,21 +37,24 @@ class Role:
     kind: Kind
     command: tuple[str, ...]
     threads: int = 1
-    """Threads of its numeric libraries."""
+    """Thread count of its numeric libraries."""
     gpus: tuple[int, ...] = ()
-    """Of those that this run may see; empty: all of them."""
+    """Indices among the GPUs that this run may see; empty means all of them."""
     variables: tuple[tuple[str, str], ...] = ()
-    """Environment variables of its own, with their values."""
-    works: Works = Works.STARTED
+    """Additional environment variables as (name, value)."""
+    works: WorkingSince = WorkingSince.STARTED
 
 
-BARS = (("TQDM_POSITION", "-1"),)
-"""Without it huggingface_hub shows no progress where nobody looks at a terminal."""
+PROGRESS_BARS = (("TQDM_POSITION", "-1"),)
+"""Makes huggingface_hub print progress although its output is no terminal."""
 
 
 def servers(config: Config, run_dir: Path, session: str = "") -> list[Role]:
-    """The scheduler first. ``session``: names this start of the run, so that the scheduler can tell a resumption from a
-    restart."""
+    """Return the servers of a run, the scheduler first.
+
+    ``session`` identifies this start of the run and lets the scheduler distinguish a resumed run from a restart of its
+    own process.
+    """
     named = ("--session", session) if session else ()
     shards = [
         _serve(f"trajectories-{shard}", Kind.SERVER, run_dir, "trajectories", "--shard", str(shard))
@@ -65,11 +68,11 @@ def servers(config: Config, run_dir: Path, session: str = "") -> list[Role]:
 
 
 def workers(config: Config, run_dir: Path) -> list[Role]:
-    """The trainer last: everybody else can get ready while it loads."""
+    """Return the workers of a run in start order, rollout workers first and the trainer last."""
     rollout = [
-        _on(
+        _with_gpus(
             _attach(f"rollout-{number}", Kind.WORKER, run_dir, "rollout", config.rollout.threads),
-            _share(config, number),
+            _gpus_of(config, number),
         )
         for number in range(config.rollout.workers)
     ]
@@ -79,24 +82,24 @@ def workers(config: Config, run_dir: Path) -> list[Role]:
         for stage in stages(config)
         for number in range(workers_of(config, stage))
     ]
-    return [*rollout, *judges, _on(trainer, tuple(config.trainer.gpus))]
+    return [*rollout, *judges, _with_gpus(trainer, tuple(config.trainer.gpus))]
 
 
-def _share(config: Config, number: int) -> tuple[int, ...]:
-    """The GPUs of a rollout worker: one, or as many as its engine needs, going round."""
+def _gpus_of(config: Config, number: int) -> tuple[int, ...]:
+    """Return the GPUs of a rollout worker, assigned round-robin: as many as the engine's tensor parallelism."""
     gpus, rollout = config.rollout.gpus, config.rollout
     width = rollout.vllm.tensor_parallel if rollout.engine == "vllm" else 1
     return tuple(gpus[(number * width + place) % len(gpus)] for place in range(width)) if gpus else ()
 
 
-def _on(role: Role, gpus: tuple[int, ...]) -> Role:
+def _with_gpus(role: Role, gpus: tuple[int, ...]) -> Role:
     return replace(role, gpus=gpus)
 
 
 def model_builder(run_dir: Path) -> Role:
-    """Makes the model directory and ends."""
+    """Return the process that builds the model directory and exits."""
     command = (sys.executable, "-m", "staleflow.supervisor.model", str(run_dir))
-    return Role(name="model", kind=Kind.WORKER, command=command, threads=2, variables=BARS)
+    return Role(name="model", kind=Kind.WORKER, command=command, threads=2, variables=PROGRESS_BARS)
 
 
 def _serve(name: str, kind: Kind, run_dir: Path, *arguments: str) -> Role:
@@ -106,7 +109,7 @@ def _serve(name: str, kind: Kind, run_dir: Path, *arguments: str) -> Role:
 
 def _attach(name: str, kind: Kind, run_dir: Path, verb: str, threads: int) -> Role:
     command = (sys.executable, "-m", "staleflow.cli", "attach", verb, "--run-dir", str(run_dir), "--name", name)
-    return Role(name=name, kind=kind, command=command, threads=threads, works=Works.ATTACHED)
+    return Role(name=name, kind=kind, command=command, threads=threads, works=WorkingSince.ATTACHED)
 
 
 def _stage(name: str, run_dir: Path, stage: str, threads: int) -> Role:

@@ -1,6 +1,6 @@
-"""Run directories: which one a run gets, which one is meant, and that nobody writes over another's.
+"""Choose, create, check and lock run directories.
 
-A directory keeps the configuration it was made with for ever; one supervisor holds it at a time.
+A run directory never changes its configuration, except for ``trainer.steps``. One supervisor at a time holds its lock.
 """
 
 import fcntl
@@ -24,20 +24,20 @@ from staleflow.supervisor import summary
 RUNS = Path("runs")
 _LOCK = ".lock"
 _POLL_INTERVAL_S = 0.1
-"""Longer than anybody takes who only looks whether it is held."""
+"""Wait before the second attempt to lock; exceeds the time for which ``holder`` takes the lock to test it."""
 
 
 def choose(config: Config, given: Path | None, *, resume: bool) -> Path:
-    """The run directory, checked; nothing is written yet."""
+    """Return the run directory for a new or resumed run after all checks. Writes nothing."""
     run_dir = given or (_newest(config.name) if resume else fresh(config.name))
     check_owner(run_dir)
     if (process := holder(run_dir)) is not None:
         raise _running(run_dir, process)
     if resume:
-        same(with_steps(config, read_run(run_dir).trainer.steps), run_dir)
+        check_same(with_steps(config, read_run(run_dir).trainer.steps), run_dir)
         _check_steps(config, run_dir)
     elif (run_dir / RESOLVED).is_file():
-        allowed = "there is a run in it already: add --resume to go on with it, or choose a new --run-dir"
+        allowed = "it contains a run already: add --resume to continue it, or choose a new --run-dir"
         raise ConfigError("--run-dir", str(run_dir), allowed)
     else:
         _must_be_empty(run_dir)
@@ -45,20 +45,21 @@ def choose(config: Config, given: Path | None, *, resume: bool) -> Path:
 
 
 def check_owner(run_dir: Path) -> None:
-    """``ConfigError`` for a directory that another user owns or may write to: its configuration names code to run.
+    """Raise ``ConfigError`` for a directory that another user owns or may write to.
 
-    Root may use no other user's directory either. Everybody may use one of root, who can change all of them anyway.
+    The configuration in it names code to run. Root may not use the directory of another user either. Every user may use
+    a directory of root, who can change all directories anyway.
     """
     try:
-        found = run_dir.stat()
+        owner = run_dir.stat()
     except (FileNotFoundError, NotADirectoryError):
         return
-    if found.st_uid not in (os.geteuid(), 0):
-        allowed = f"it belongs to {_user(found.st_uid)}; it must be your own: choose another directory, or chown it"
+    if owner.st_uid not in (os.geteuid(), 0):
+        allowed = f"it belongs to {_user(owner.st_uid)}; it must be your own: choose another directory, or chown it"
         raise ConfigError("run directory", str(run_dir), allowed)
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        mode = f"{stat.S_IMODE(found.st_mode):04o}"
-        allowed = f"others may write to it (mode {mode}); it must be yours alone: chmod go-w {run_dir}"
+    if owner.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = f"{stat.S_IMODE(owner.st_mode):04o}"
+        allowed = f"others may write to it (mode {mode}); only you may: chmod go-w {run_dir}"
         raise ConfigError("run directory", str(run_dir), allowed)
 
 
@@ -69,16 +70,16 @@ def _user(uid: int) -> str:
         return f"user {uid}"
 
 
-def same(config: Config, run_dir: Path) -> None:
-    """``ConfigError`` unless the run directory was made with this very configuration."""
-    if found := difference(config, read_run(run_dir)):
-        key, ours, theirs = found
-        allowed = f"{run_dir} was made with {shown(theirs)}: use its own configuration or choose a new --run-dir"
+def check_same(config: Config, run_dir: Path) -> None:
+    """Raise ``ConfigError`` unless the run directory has exactly this configuration."""
+    if changed := difference(config, read_run(run_dir)):
+        key, ours, theirs = changed
+        allowed = f"{run_dir} was created with {shown(theirs)}: use its configuration or choose a new --run-dir"
         raise ConfigError(key, ours, allowed)
 
 
 def _check_steps(config: Config, run_dir: Path) -> None:
-    """``ConfigError`` for ``trainer.steps`` below the steps that are trained; as many as before are fine always."""
+    """Raise ``ConfigError`` for ``trainer.steps`` below the trained steps; the last start's value is always allowed."""
     steps = config.trainer.steps
     if steps < read_run(run_dir).trainer.steps and steps < (trained := summary.trained(run_dir)):
         allowed = f"{trained} steps are trained already in {run_dir}: use at least as many"
@@ -86,26 +87,26 @@ def _check_steps(config: Config, run_dir: Path) -> None:
 
 
 def adopt(config: Config, run_dir: Path) -> None:
-    """Write the configuration of a run that is resumed with other ``trainer.steps``."""
+    """Store the configuration of a run that is resumed with a new value of ``trainer.steps``."""
     if read_run(run_dir) != config:
         write_resolved(config, run_dir)
 
 
-def first(config: Config, run_dir: Path) -> None:
-    """A new run directory; of several processes that come at once the first writes it and the others must agree."""
+def create(config: Config, run_dir: Path) -> None:
+    """Create a run directory. Of several processes at once, one writes the configuration and the others must agree."""
     check_owner(run_dir)
     _must_be_empty(run_dir)
     make_folder(run_dir, 0o700)
     with (run_dir / f"{_LOCK}.config").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (run_dir / RESOLVED).is_file():
-            same(config, run_dir)
+            check_same(config, run_dir)
         else:
             write_resolved(config, run_dir)
 
 
 def holder(run_dir: Path) -> str | None:
-    """The number of the process that runs there, from before its servers answer until its summary is written."""
+    """Return the process that holds the directory, from before its servers answer until the summary is written."""
     try:
         with (run_dir / _LOCK).open() as lock:
             try:
@@ -134,32 +135,35 @@ def _process(lock: TextIO) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
-    """A run whose processes are gone without a word, as after ``kill -9`` or a power failure."""
+    """A run that ended without a summary, as after ``kill -9`` or a power failure."""
 
     steps: int
     steps_wanted: int
     resume: str
-    """The command that continues it; empty where its servers were started by hand."""
+    """Command that continues the run; empty if its servers were started by hand."""
 
     def __str__(self) -> str:
-        how = f"resume with: {self.resume}" if self.resume else "start its servers and workers again to continue"
+        how = f"resume with: {self.resume}" if self.resume else "restart its servers and workers to continue"
         return f"the run died at step {self.steps:,} of {self.steps_wanted:,}; {how}"
 
 
 def died(run_dir: Path) -> Died | None:
-    """How a run died that has a trace, no summary, and no process that holds it. Call it when no server answers."""
+    """Return how a run died, or None if it did not. Call this only when no server answers.
+
+    A run has died if it has a trace, but no summary and no process that holds its directory.
+    """
     trace = run_dir / summary.TRACE
     if holder(run_dir) is not None or summary.read(run_dir) is not None or not trace.is_file():
         return None
-    found = summary.of_trace(trace)
+    facts = summary.of_trace(trace)
     try:
         resume = (run_dir / _LOCK).read_text().partition("\n")[2].strip()
         resume = resume or f"{summary.RUN} --run-dir {run_dir} --resume"
-    except OSError:  # no supervisor had it: servers that were asked to end have closed the trace
-        if found.closed:
+    except OSError:  # no supervisor: servers that were stopped by hand have closed the trace
+        if facts.closed:
             return None
         resume = ""
-    return Died(steps=max(found.steps, 0), steps_wanted=read_run(run_dir).trainer.steps, resume=resume)
+    return Died(steps=max(facts.steps, 0), steps_wanted=read_run(run_dir).trainer.steps, resume=resume)
 
 
 def _running(run_dir: Path, process: str) -> ConfigError:
@@ -169,7 +173,7 @@ def _running(run_dir: Path, process: str) -> ConfigError:
 
 @contextmanager
 def claim(config: Config, run_dir: Path, *, resume: bool, command: str = "") -> Generator[None]:
-    """Make the directory and hold it: one supervisor at a time. ``command`` resumes the run if this process dies."""
+    """Create the directory and hold its lock until the block ends. ``command`` resumes the run if this process dies."""
     check_owner(run_dir)
     make_folder(run_dir, 0o700)
     with (run_dir / _LOCK).open("a+") as lock:
@@ -198,19 +202,19 @@ def _locked(lock: TextIO) -> bool:
 
 
 def newest() -> Path | None:
-    """The run directory under ``runs/`` that was made or resumed last, whatever its name."""
-    found = [path.parent for path in RUNS.glob(f"*/{RESOLVED}") if not path.parent.name.startswith("attached-")]
-    return max(found, key=_used, default=None)
+    """Return the run directory under ``runs/`` that was created or resumed last, whatever its name."""
+    candidates = [path.parent for path in RUNS.glob(f"*/{RESOLVED}") if not path.parent.name.startswith("attached-")]
+    return max(candidates, key=_used, default=None)
 
 
 def _used(run_dir: Path) -> float:
-    """When a supervisor came to it last."""
+    """Return the time at which a supervisor last claimed the directory."""
     lock = run_dir / _LOCK
     return (lock if lock.exists() else run_dir / RESOLVED).stat().st_mtime
 
 
 def fresh(name: str) -> Path:
-    """A run directory that is not there yet."""
+    """Return the path of a run directory that does not exist yet."""
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     path, number = RUNS / stem, 1
     while path.exists():
@@ -220,15 +224,15 @@ def fresh(name: str) -> Path:
 
 
 def _newest(name: str) -> Path:
-    """The run directory of this name that was made last."""
-    found = [path.parent for path in RUNS.glob(f"{name}-*/{RESOLVED}") if _is_named(path.parent, name)]
-    if not found:
-        raise ConfigError("--resume", name, f"there is no run of this name under {RUNS}/; give --run-dir")
-    return max(found, key=lambda path: (path / RESOLVED).stat().st_mtime)
+    """Return the newest run directory of this name."""
+    candidates = [path.parent for path in RUNS.glob(f"{name}-*/{RESOLVED}") if _is_named(path.parent, name)]
+    if not candidates:
+        raise ConfigError("--resume", name, f"no run of this name exists under {RUNS}/; give --run-dir")
+    return max(candidates, key=lambda path: (path / RESOLVED).stat().st_mtime)
 
 
 def _is_named(run_dir: Path, name: str) -> bool:
-    """One that cannot be read, torn or of another version, is none to go on with."""
+    """Return whether the directory's run has this name; False if its configuration cannot be read."""
     try:
         return read_run(run_dir).name == name
     except ConfigError:
@@ -237,11 +241,11 @@ def _is_named(run_dir: Path, name: str) -> bool:
 
 def _must_be_empty(run_dir: Path) -> None:
     try:
-        taken = [entry for entry in run_dir.iterdir() if not entry.name.startswith(_LOCK)]
+        existing = [entry for entry in run_dir.iterdir() if not entry.name.startswith(_LOCK)]
     except FileNotFoundError:
         return
     except NotADirectoryError:
         raise ConfigError("--run-dir", str(run_dir), "it must be a directory") from None
-    if taken:
-        allowed = f"it must be new or empty; it has {taken[0].name}, which is left alone"
+    if existing:
+        allowed = f"it must be new or empty; it contains {existing[0].name}, which is kept"
         raise ConfigError("--run-dir", str(run_dir), allowed)

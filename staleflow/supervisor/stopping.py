@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP as a flag: seen at every wait, raised nowhere in the middle of something."""
+"""Ctrl-C, SIGTERM and SIGHUP as events that every wait checks, instead of an exception at an arbitrary point."""
 
 import signal
 import threading
@@ -6,17 +6,17 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The last when a terminal is closed or a connection ends; ``nohup`` has it ignored, and so do we then."""
+"""SIGHUP arrives when a terminal closes or a connection ends. It stays ignored where ``nohup`` ignores it."""
 
 
 class Interrupted(Exception):
-    """Somebody wants the run to end."""
+    """A signal requested the end of the run."""
 
 
 class StopSignals:
-    """While inside, the first signal sets ``first`` and any other ``second``.
+    """Context manager in which the first signal sets ``first`` and every further one sets ``second``.
 
-    Signals come to the main thread: in any other nothing is changed, and nobody asks this way.
+    Python runs signal handlers in the main thread only, so in any other thread this changes nothing.
     """
 
     def __init__(self) -> None:
@@ -26,8 +26,8 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            heard = [number for number in SIGNALS if not _ignored(number)]
-            self._before = {number: signal.signal(number, self._on_signal) for number in heard}
+            handled = [number for number in SIGNALS if not _ignored(number)]
+            self._before = {number: signal.signal(number, self._on_signal) for number in handled}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -35,7 +35,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def wait(self, seconds: float) -> bool:
-        """True at once when a signal came, else False after ``seconds``."""
+        """Return True as soon as a signal arrived, or False after ``seconds``."""
         return self.first.wait(seconds)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""What a run came to: from the metrics, the scheduler's last status and our own audit of the trace.
+"""Summary of a run, from its metrics, the scheduler's last status and an audit of the trace.
 
 ``summary.json`` in the run directory has these fields and nothing else.
 """
@@ -18,20 +18,20 @@ from staleflow.trace.running_time import timed
 from staleflow.trace.writer import read_events
 
 LOST = ("aborted", "expired")
-"""Releases of groups that failed or whose worker was lost; the others are policy."""
+"""Reasons of releases that count as losses: the group failed or its worker was lost. The others are policy."""
 RUN = "staleflow run"
 TRACE = "trace.jsonl"
-ENDED_WELL = ("finished", "drained")
-"""Outcomes that nothing went wrong with; a drained run is resumed."""
+GOOD_OUTCOMES = ("finished", "drained")
+"""Outcomes of runs without a failure; a drained run can be resumed."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of ``staleflow run``, as a table and as ``summary.json``."""
+    """Result of a run, shown as a table and stored as ``summary.json``."""
 
     name: str
     run_dir: str
     model: str = ""
-    """Directory of the newest checkpoint, as ``save_pretrained`` writes it; empty while there is none."""
+    """Directory of the newest checkpoint in the format of ``save_pretrained``; empty without one."""
     outcome: str
     """finished, drained, interrupted or failed."""
     error: str = ""
@@ -40,14 +40,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reward_start: float | None = None
     reward_end: float | None = None
     reward_of: str = "training groups"
-    """What the two rewards are of: held-out prompts where there are any."""
+    """Source of the two rewards: held-out prompts if the run has any, else training groups."""
     off_policy_mean: float | None = None
     off_policy_max: int | None = None
     """Consuming step minus oldest version, over every group trained."""
     max_staleness: int
     bound: str
     violations: int | None = None
-    """Of the whole trace by our own audit; None when there is no trace."""
+    """Violations that the audit found in the whole trace; None without a trace."""
     tokens_trained: int = 0
     tokens_generated: int = 0
     tokens_per_s: float = 0.0
@@ -61,42 +61,48 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     failed_steps: int = 0
     """Steps whose loss or gradient was not finite."""
     resume: str = ""
-    """The command that continues the run; empty for a finished run, and after a process refused its configuration (exit
-    code 2), which a run that is resumed keeps."""
+    """Command that continues the run.
+
+    Empty for a finished run, and after a process rejected its configuration (exit code 2), because a resumed run keeps
+    its configuration.
+    """
 
     @property
     def good(self) -> bool:
-        return self.outcome in ENDED_WELL and not self.error and not self.violations
+        return self.outcome in GOOD_OUTCOMES and not self.error and not self.violations
 
 
 def rewards(lines: Sequence[Mapping[str, Any]]) -> tuple[str, float | None, float | None]:
-    """What is judged, and its mean reward at the start and at the end."""
+    """Return the source of the rewards and their mean at the start and at the end of the run."""
     for key, what in (("reward/eval", "held-out prompts"), ("reward/mean", "training groups")):
-        seen = [float(line[key]) for line in lines if line.get(key) is not None]
-        if seen:
-            return what, seen[0], seen[-1]
+        values = [float(line[key]) for line in lines if line.get(key) is not None]
+        if values:
+            return what, values[0], values[-1]
     return "training groups", None, None
 
 
 class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the summary takes from the trace."""
+    """The part of the summary that comes from the trace."""
 
     ages: list[int] = msgspec.field(default_factory=list[int])
     """Versions between the oldest token and the step, for every trained group whose step was not rolled back."""
     lost: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    """Releases of groups that failed; what a worker that leaves gives back is lost if the run goes on after it."""
+    """Releases of groups that failed, by reason.
+
+    Groups that a leaving worker releases count only if the run continues afterwards.
+    """
     steps: int = 0
-    """Published and not rolled back."""
+    """Published steps that were not rolled back."""
     tokens_trained: int = 0
     """Tokens of the steps that were not rolled back."""
     tokens_pushed: int = 0
-    """Of those generated; a trace has no others."""
+    """Pushed tokens; the trace does not contain other generated tokens."""
     filtered: int = 0
     wall_s: float = 0.0
     working_s: float = 0.0
-    """From the first published version to the last consumed step."""
+    """Running time from the first published version to the last consumed step."""
     closed: bool = False
-    """Its last line is ``close``."""
+    """True if the last event of the trace is ``close``."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -104,29 +110,29 @@ class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
-    """One pass over a trace."""
+    """Compute the facts in one pass over a trace."""
     sealed: dict[int, tuple[int, int, list[int]]] = {}
     trained: dict[int, tuple[float, int, list[int]]] = {}
-    """By step: when it was consumed, its tokens and the ages of its groups."""
+    """Per step: running time at which it was consumed, its tokens and the ages of its groups."""
     steps = pushed = filtered = 0
     now_s = 0.0
     published_s: float | None = None
     lost: Counter[str] = Counter()
-    given_back: Counter[str] = Counter()
-    holders: dict[int, str] = {}
-    gone: set[str] = set()
+    pending_releases: Counter[str] = Counter()
+    lessees: dict[int, str] = {}
+    detached: set[str] = set()
     closed = False
     for now_s, event in timed(events):
         closed = event["ev"] == "close"
         match event["ev"]:
             case "attach":
-                gone.discard(event["worker"])
+                detached.discard(event["worker"])
             case "detach":
-                gone.add(event["worker"])
+                detached.add(event["worker"])
             case "reserve":
-                holders[event["group"]] = event["worker"]
+                lessees[event["group"]] = event["worker"]
             case "push":
-                holders.pop(event["group"], None)
+                lessees.pop(event["group"], None)
                 pushed += sum(segment["tokens"] for segment in event["segments"])
             case "seal":
                 of_batch = [event["step"] - member["version"] for member in event["members"]]
@@ -134,8 +140,8 @@ def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
             case "consume":
                 if (batch := sealed.pop(event["batch"], None)) is not None:
                     trained[batch[0]] = now_s, batch[1], batch[2]
-                lost += given_back
-                given_back.clear()
+                lost += pending_releases
+                pending_releases.clear()
             case "publish":
                 steps = event["version"]
                 published_s = now_s if published_s is None else published_s
@@ -144,12 +150,12 @@ def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
                 for step in [step for step in trained if step >= steps]:
                     del trained[step]
             case "release":
-                holder = holders.pop(event["group"], None)
+                lessee = lessees.pop(event["group"], None)
                 filtered += event["why"] == "filtered"
                 if event["why"] in LOST:
-                    (given_back if holder in gone else lost)[event["why"]] += 1
+                    (pending_releases if lessee in detached else lost)[event["why"]] += 1
             case "close":
-                given_back.clear()
+                pending_releases.clear()
             case _:
                 pass
     last_s = max((at_s for at_s, _, _ in trained.values()), default=0.0)
@@ -167,7 +173,7 @@ def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
 
 
 def ended(status: Mapping[str, Any]) -> str:
-    """The outcome by the scheduler's status: failed, drained or finished; empty before the trainer reported its end."""
+    """Return the outcome by the scheduler's status: failed, drained or finished; empty until the trainer reports it."""
     if not status.get("finished"):
         return ""
     if status.get("error"):
@@ -177,7 +183,7 @@ def ended(status: Mapping[str, Any]) -> str:
 
 
 def newest_model(run_dir: Path) -> Path | None:
-    """The newest checkpoint, a model directory: one that is being written has another name until it is whole."""
+    """Return the newest complete checkpoint, a model directory; an incomplete one has a different name."""
     found = [
         path.parent for path in (run_dir / "checkpoints").glob("*/checkpoint.json") if path.parent.name.isdecimal()
     ]
@@ -185,7 +191,7 @@ def newest_model(run_dir: Path) -> Path | None:
 
 
 def of_trace(trace: Path, status: Mapping[str, Any] | None = None) -> TraceFacts:
-    """Read the facts of a trace. Without a trace that can be read, return what ``status`` has of them."""
+    """Return the facts of a trace; if it cannot be read, return those that ``status`` contains."""
     try:
         return facts(read_events(trace))
     except ConfigError:
@@ -201,9 +207,9 @@ def of_trace(trace: Path, status: Mapping[str, Any] | None = None) -> TraceFacts
 
 
 def total(lines: Iterable[Mapping[str, Any]], key: str) -> float:
-    """The last value of a running count."""
-    seen = [float(line[key]) for line in lines if line.get(key) is not None]
-    return seen[-1] if seen else 0.0
+    """Return the last value of a cumulative metric."""
+    values = [float(line[key]) for line in lines if line.get(key) is not None]
+    return values[-1] if values else 0.0
 
 
 def summarise(
@@ -217,7 +223,7 @@ def summarise(
     restarts: Mapping[str, int],
     resume: str = "",
 ) -> Summary:
-    """Return everything that is known about the run at its end.
+    """Build the summary of a run at its end.
 
     Steps, tokens and times come from the trace, like those of the report. ``status`` is the scheduler's last answer; it
     may be older than the trace by the steps that were trained while the run drained.
@@ -255,44 +261,46 @@ def summarise(
 
 
 def trained(run_dir: Path) -> int:
-    """Steps that are trained and not rolled back, by the summary or else by the trace."""
+    """Return the number of trained steps that were not rolled back, from the summary or else from the trace."""
     found = read(run_dir)
     return of_trace(run_dir / TRACE).steps if found is None else found.steps
 
 
 def finished(run_dir: Path, steps: int) -> Summary | None:
-    """The summary of a run that has trained all of ``steps``: there is nothing to resume."""
+    """Return the summary of a run that has trained all of ``steps`` and cannot be resumed; None for other runs."""
     found = read(run_dir)
     return found if found is not None and found.outcome == "finished" and found.steps >= steps else None
 
 
-def how_to_go_on(done: Summary, config: Config, command: str = RUN) -> str:
-    """How to train more steps of a finished run. ``command``: any but ``staleflow run`` needs the
-    configuration that the run was launched with, for the run's own says nothing of machines."""
+def how_to_continue(ended_run: Summary, config: Config, command: str = RUN) -> str:
+    """Return a sentence on how to train more steps of a finished run.
+
+    Any ``command`` other than ``staleflow run`` needs the configuration file that the run was launched with, because
+    the configuration in the run directory does not name machines.
+    """
     instead = " model.build= model.options={}" if config.model.build else ""
-    told = f"this run is finished ({done.steps:,} of {done.steps_wanted:,} steps): {done.run_dir}"
-    file, given = (f"{done.run_dir}/config.toml", "") if command == RUN else ("CONFIG", " CONFIG")
-    more = f"For more steps: {command}{given} --run-dir {done.run_dir} --resume trainer.steps=N"
-    if not done.model:
-        return f"{told}. {more}"
-    return (
-        f"{told}. {more}. A new run from its model: {command} {file} trainer.steps=N model.path={done.model}{instead}"
-    )
+    status = f"this run has finished ({ended_run.steps:,} of {ended_run.steps_wanted:,} steps): {ended_run.run_dir}"
+    file, given = (f"{ended_run.run_dir}/config.toml", "") if command == RUN else ("CONFIG", " CONFIG")
+    more = f"For more steps: {command}{given} --run-dir {ended_run.run_dir} --resume trainer.steps=N"
+    if not ended_run.model:
+        return f"{status}. {more}"
+    model = f"trainer.steps=N model.path={ended_run.model}{instead}"
+    return f"{status}. {more}. A new run from its model: {command} {file} {model}"
 
 
 def write(summary: Summary, run_dir: Path) -> None:
-    """``summary.json``, for scripts."""
+    """Write ``summary.json`` durably."""
     data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     write_durably(run_dir / "summary.json", data + b"\n")
 
 
 def forget(run_dir: Path) -> None:
-    """The run goes on: what it came to before is not what it comes to."""
+    """Delete the summary of a run that is resumed."""
     (run_dir / "summary.json").unlink(missing_ok=True)
 
 
 def read(run_dir: Path) -> Summary | None:
-    """The summary of a run that has ended, if it has one."""
+    """Return the stored summary of a run, or None."""
     try:
         return msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
     except (FileNotFoundError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):

@@ -1,10 +1,10 @@
-"""A run on this machine: model, servers, workers, in this order; then watching; then the end, whatever brought it.
+"""Supervise a run on this machine: build the model, start servers and workers, watch them, and shut everything down.
 
-- Ctrl-C, SIGTERM and SIGHUP are a flag that every wait looks at, so they work at any moment; a second one stops the
-  waiting.
-- A worker or server that dies is started again with back-off. One that dies again and again ends the run, and so does
-  one that leaves with exit code 2, the operator's mistake; both are reported with what they printed last.
-- Nothing is left running: every child is its own process group, and each group is swept at the end.
+- Ctrl-C, SIGTERM and SIGHUP set a flag that every wait checks, so they take effect at any time. A second signal ends
+  the shutdown's waits.
+- A worker or server that dies is restarted with back-off. The run fails if a process keeps dying, or exits with code 2,
+  which means a mistake of the operator. Both failures are reported with the last output of the process.
+- No process is left behind: every child has its own process group, and each group is killed at the end.
 """
 
 import secrets
@@ -27,41 +27,41 @@ from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.roles import Kind, Role
 from staleflow.supervisor.stopping import Interrupted, StopSignals
 from staleflow.supervisor.summary import Summary, ended, summarise, write
-from staleflow.supervisor.view import Snapshot, Undisturbed, View
+from staleflow.supervisor.view import SafeView, Snapshot, View
 from staleflow.supervisor.watch import NewLines, StatusWatch
 
-TICK_S = 0.2
-VERSIONS_S = 2.0
-"""Between two looks at what the parameter server keeps."""
-START_S = 60.0
-"""Until servers must answer."""
-LAST_WORDS_S = 60.0
-"""For the trainer, between the end of the run and its own."""
-TAIL = 12
-"""Lines of a failed process's output that are shown."""
+POLL_INTERVAL_S = 0.2
+PARAMETERS_INTERVAL_S = 2.0
+"""Seconds between two polls of the parameter server's status."""
+START_TIMEOUT_S = 60.0
+"""Seconds in which each server must answer."""
+TRAINER_EXIT_TIMEOUT_S = 60.0
+"""Seconds that the trainer has to exit after the run has finished."""
+MAX_OUTPUT_LINES = 12
+"""Number of output lines shown for a failed process."""
 
 
 class Failure(Exception):
-    """The run cannot go on; the text says why, several lines with what the process printed."""
+    """The run cannot continue. The text gives the reason and, on further lines, the output of the process."""
 
     def __init__(self, text: str, *, code: int = 1) -> None:
         super().__init__(text)
         self.code = code
-        """Exit code of the run: 2 where only the operator can help, so that resuming as it is fails again."""
+        """Exit code of the run; 2 if resuming would fail again until the operator fixes the cause."""
 
 
 class Supervisor:
-    """Owns every process of one run. ``run`` is called once, from the main thread."""
+    """Owner of all processes of one run. Call ``run`` once, from the main thread."""
 
     def __init__(
         self, config: Config, run_dir: Path, view: View, resume: str, workers: Sequence[Role] | None = None
     ) -> None:
-        """``workers``: instead of those of the configuration; whoever of them needs the model makes it where it is."""
+        """``workers`` replaces the workers of the configuration; these build the model on their own machines."""
         self._workers = roles.workers(config, run_dir) if workers is None else workers
-        self._builds = workers is None
+        self._builds_model = workers is None
         self._config = config
         self._run_dir = run_dir
-        self._view: View = Undisturbed(view)
+        self._view: View = SafeView(view)
         self._resume = resume
         self._session = secrets.token_hex(8)
         check_keys(config)
@@ -75,17 +75,17 @@ class Supervisor:
         self._failed_code = 1
 
     def run(self) -> int:
-        """The whole run; returns the exit code."""
+        """Execute the run and return its exit code."""
         where = addresses(self._config, self._run_dir)
         with (
             StopSignals() as self._stop,
             StatusWatch(where.scheduler, transport=self._sockets) as self._watch,
-            StatusWatch(where.parameters, VERSIONS_S, transport=self._sockets) as self._versions,
+            StatusWatch(where.parameters, PARAMETERS_INTERVAL_S, transport=self._sockets) as self._versions,
         ):
             self._view.start()
             try:
                 outcome, error = self._outcome()
-                self._watch.ask_now()
+                self._watch.poll_now()
                 status = self._watch.newest
             finally:
                 try:
@@ -102,12 +102,12 @@ class Supervisor:
             self._start_servers()
             self._start_workers()
             self._until_finished()
-            self._last_words()
+            self._await_trainer()
         except Interrupted:
             return "interrupted", ""
         except Failure as failure:
             self._failed_code = failure.code
-            self._resume = self._resume if failure.code != 2 else ""  # resumed as it is, the run fails again
+            self._resume = self._resume if failure.code != 2 else ""  # an unchanged run would fail again
             return "failed", str(failure)
         status = self._watch.newest
         return ended(status), str(status.get("error") or "")
@@ -115,7 +115,7 @@ class Supervisor:
     # Starting ----------------------------------------------------------------------------------------------------
 
     def _build_model(self) -> None:
-        if not self._builds:
+        if not self._builds_model:
             return
         if not model.missing(self._config, self._run_dir):
             model.ensure(self._config, self._run_dir)
@@ -123,31 +123,31 @@ class Supervisor:
         self._phase = "building the model"
         builder = self._start(roles.model_builder(self._run_dir))
         while builder.alive:
-            self._detail = builder.loading() or model.so_far(self._run_dir, "".join(builder.words()))
+            self._detail = builder.loading() or model.download_progress(self._run_dir, "".join(builder.last_lines()))
             self._wait()
         self._children.remove(builder)
         builder.sweep()
         self._detail = ""
         if builder.exit_code != 0:
-            raise Failure(_last_words("model.build failed", builder), code=2 if builder.exit_code == 2 else 1)
+            raise Failure(_with_output("model.build failed", builder), code=2 if builder.exit_code == 2 else 1)
 
     def _start_servers(self) -> None:
         self._phase = "starting servers"
         for role in roles.servers(self._config, self._run_dir, self._session):
             self._start(role)
         for address in addresses(self._config, self._run_dir).all:
-            self._until_answers(address, time.monotonic() + START_S)
+            self._until_answers(address, time.monotonic() + START_TIMEOUT_S)
 
     def _until_answers(self, address: str, deadline: float) -> None:
         with Admin(address, "supervisor", transport=self._sockets) as admin:
             while True:
                 try:
-                    admin.status(timeout_s=TICK_S)
+                    admin.status(timeout_s=POLL_INTERVAL_S)
                     return
                 except (Unavailable, Refused):
                     self._wait()
                 if time.monotonic() > deadline:
-                    raise Failure(f"the server at {address} did not answer within {START_S:g} s")
+                    raise Failure(f"the server at {address} did not answer within {START_TIMEOUT_S:g} s")
 
     def _start_workers(self) -> None:
         self._phase = "starting workers"
@@ -168,63 +168,65 @@ class Supervisor:
     def _until_finished(self) -> None:
         while not self._watch.newest.get("finished"):
             self._wait()
-            self._look_after(self._children)
+            self._restart_dead(self._children)
             if self._watch.newest.get("drained"):
                 self._phase = "draining"
             elif self._watch.newest.get("version", -1) >= 0:
                 self._phase = "training"
 
-    def _last_words(self) -> None:
-        """The run is over; the trainer still writes what it must."""
+    def _await_trainer(self) -> None:
+        """Wait for the trainer to exit after the run has finished: it may still write a checkpoint."""
         self._phase = "finishing"
         trainer = [child for child in self._children if child.role.kind is Kind.TRAINER]
-        deadline = time.monotonic() + LAST_WORDS_S
+        deadline = time.monotonic() + TRAINER_EXIT_TIMEOUT_S
         while any(child.alive for child in trainer) and time.monotonic() < deadline:
             self._wait()
 
     def _wait(self) -> None:
-        """A moment; then shows how things are. ``Interrupted`` when somebody wants the run to end."""
+        """Update the view and sleep for ``POLL_INTERVAL_S``. Raise ``Interrupted`` after a signal."""
         self._show()
-        if self._stop.wait(TICK_S):
+        if self._stop.wait(POLL_INTERVAL_S):
             raise Interrupted
         if self._phase in ("starting servers", "starting workers"):
-            self._look_after(self._children)
+            self._restart_dead(self._children)
 
-    def _look_after(self, children: list[Child]) -> None:
+    def _restart_dead(self, children: list[Child]) -> None:
         for child in children:
             if child.over:
                 continue
             if child.restart_at is not None:
-                if said := child.restart_if_due():
-                    self._view.say(said)
+                if message := child.restart_if_due():
+                    self._view.notify(message)
             elif child.exit_code is not None:
-                self._died(child)
+                self._handle_exit(child)
 
-    def _died(self, child: Child) -> None:
+    def _handle_exit(self, child: Child) -> None:
         code = child.exit_code
         child.sweep()
-        if child.role.kind is not Kind.SCHEDULER:  # nobody would answer
-            self._watch.ask_now()
+        if child.role.kind is not Kind.SCHEDULER:  # a dead scheduler cannot answer
+            self._watch.poll_now()
         status = self._watch.newest
         drained = code == 0 and child.role.kind is Kind.WORKER and bool(status.get("drained"))
-        if status.get("finished") or drained:  # a trainer that left without a report comes back and makes it
+        if (
+            status.get("finished") or drained
+        ):  # a trainer that exited during a drain without reporting its end is restarted to report it
             child.over = True
             return
         if code == 2:
-            raise Failure(_last_words(f"{child.name} refuses to start", child, lines=1), code=2)
-        if child.unstarted:
-            raise Failure(_last_words(f"{child.name} cannot be started again: {child.unstarted}", child))
+            raise Failure(_with_output(f"{child.name} rejected its configuration", child, lines=1), code=2)
+        if child.start_error:
+            raise Failure(_with_output(f"{child.name} could not be restarted: {child.start_error}", child))
         if not child.plan_restart():
-            raise Failure(_last_words(f"{child.name} died again and again, last with {_code(code)}", child))
+            raise Failure(_with_output(f"{child.name} keeps dying, last with {_code(code)}", child))
         if code != 0:
-            self._view.say(f"{child.name} died with {_code(code)}; it is started again")
+            self._view.notify(f"{child.name} died with {_code(code)}; restarting it")
 
     # The end -----------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
         self._phase = "draining"
         self._detail = ""
-        drain(self._children, self._show, self._view.say, self._stop.second)
+        drain(self._children, self._show, self._view.notify, self._stop.second)
 
     def _show(self) -> None:
         status = self._watch.newest
@@ -243,7 +245,7 @@ class Supervisor:
         )
 
     def _loading(self, child: Child) -> str:
-        """Of a worker that the scheduler does not know yet, and of a trainer that has not begun."""
+        """Return the loading progress of a worker or trainer that has not attached yet; empty otherwise."""
         status = self._watch.newest
         if child.role.kind is Kind.TRAINER:
             waits = not status.get("trainer_term")
@@ -266,19 +268,19 @@ class Supervisor:
         )
         try:
             write(summary, self._run_dir)
-        except OSError as full:  # what the run came to is said all the same
-            self._view.say(f"summary.json could not be written: {full}")
+        except OSError as full:  # a full disk must not hide the summary from the terminal
+            self._view.notify(f"summary.json could not be written: {full}")
         return summary
 
     def _report(self, summary: Summary, outcome: str, error: str) -> int:
         if error:
-            self._view.say(f"the run failed: {error}")
+            self._view.notify(f"the run failed: {error}")
         self._view.summary(summary)
         if outcome == "drained":
             at = f"step {summary.steps:,} of {summary.steps_wanted:,}"
-            self._view.say(f"drained at {at}; resume with: {summary.resume}")
+            self._view.notify(f"drained at {at}; resume with: {summary.resume}")
         elif summary.resume:
-            self._view.say(f"resume with: {summary.resume}")
+            self._view.notify(f"resume with: {summary.resume}")
         if outcome == "interrupted":
             return 130
         return 0 if summary.good else self._failed_code
@@ -290,12 +292,12 @@ def _violations(trace: Path) -> int | None:
     return audit(trace).num_violations if trace.exists() else None
 
 
-def _last_words(what: str, child: Child, lines: int = TAIL) -> str:
-    said = child.words(lines)
-    where = f"its output: logs/{child.name}.out"
-    if lines == 1 and said:
-        return f"{what}: {said[0]}"
-    return "\n  ".join((f"{what}; {where}", *said))
+def _with_output(what: str, child: Child, lines: int = MAX_OUTPUT_LINES) -> str:
+    """Return ``what`` with the last output of ``child``."""
+    printed = child.last_lines(lines)
+    if lines == 1 and printed:
+        return f"{what}: {printed[0]}"
+    return "\n  ".join((f"{what}; its output: logs/{child.name}.out", *printed))
 
 
 def _code(code: int | None) -> str:

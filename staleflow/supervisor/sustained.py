@@ -1,7 +1,7 @@
-"""What this machine sustains: a real run for ten seconds, with an engine and a trainer that cost next to nothing.
+"""Measure the throughput of the service on this machine: a real run for ten seconds with a trivial engine and trainer.
 
-All processes, sockets and stores are those of any run, in the place of the run directory; so the rate is what the
-service leaves to engines and trainer here. A model takes its own time on top.
+All processes, sockets and stores are those of any run, on the disk of the run directory. The measured rate is therefore
+the upper bound that the service sets; the time of a model comes on top.
 """
 
 import json
@@ -22,12 +22,12 @@ import xxhash
 from staleflow.configs.schema import Config
 from staleflow.supervisor.checkup import Finding
 
-SECONDS = 10.0
-START_S = 60.0
-"""Longest wait for the first step."""
-END_S = 20.0
-LAST_LINES = 14
-"""Of what the run printed: what a process of it that failed said last, and the supervisor's words round it."""
+MEASURE_S = 10.0
+START_TIMEOUT_S = 60.0
+"""Seconds to wait for the first step."""
+EXIT_TIMEOUT_S = 20.0
+MAX_LOG_LINES = 14
+"""Log lines shown of a failed run: the last ones of the failed process and the supervisor's messages around them."""
 GROUP_SIZE, BATCH_SIZE, TOKENS = 8, 16, 256
 COPIED_BYTES = 256 << 20
 TASK = f"""
@@ -57,13 +57,13 @@ eval_prompts = 0
 simulated_step_s = 0.0
 """
 
-Told = Callable[[float], None]
-"""Hears how much of the measurement is done, 0 to 1."""
+Update = Callable[[float], None]
+"""Callback that receives the completed share of the measurement, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """What was seen."""
+    """Result of the measurement."""
 
     steps: int
     seconds: float
@@ -73,11 +73,11 @@ class Rate:
         return self.steps * BATCH_SIZE * GROUP_SIZE / self.seconds
 
 
-def sustained(config: Config | None, place: Path, told: Told) -> Iterator[Finding]:
-    """Findings about trajectories, weights and, with a configuration, its steps. ``place``: an existing folder."""
-    copied = _copied_per_s()
-    yield Finding("weights", "good", f"1 GB is digested and copied in {1e9 / copied:.2f} s by one core")
-    rate = _rate(place, told)
+def sustained(config: Config | None, place: Path, update: Update) -> Iterator[Finding]:
+    """Yield findings on weights, trajectories and, with a configuration, its steps. ``place``: an existing folder."""
+    bytes_per_s = _copy_bytes_per_s()
+    yield Finding("weights", "good", f"one core digests and copies 1 GB in {1e9 / bytes_per_s:.2f} s")
+    rate = _rate(place, update)
     if isinstance(rate, str):
         yield Finding("trajectories", "bad", f"a run without a model {rate}")
         return
@@ -85,18 +85,20 @@ def sustained(config: Config | None, place: Path, told: Told) -> Iterator[Findin
     yield Finding("trajectories", "good", f"{rate.trajectories_per_s:,.0f}/s of {of_all}")
     if config is not None:
         step = config.trainer.batch_size * config.rollout.group_size
-        most = rate.trajectories_per_s / step * 60
+        max_steps = rate.trajectories_per_s / step * 60
         of_step = f"a step is {config.trainer.batch_size} x {config.rollout.group_size} trajectories"
         yield Finding(
-            "steps", "good", f"the service allows {most:,.0f} a minute: {of_step}; the model takes its time on top"
+            "steps",
+            "good",
+            f"the service allows {max_steps:,.0f} a minute: {of_step}; the time of the model comes on top",
         )
 
 
-def _copied_per_s() -> float:
-    """Bytes a second through what a publisher does with each piece: digest it in the cache, and copy it."""
+def _copy_bytes_per_s() -> float:
+    """Return the bytes per second at which one core digests and copies 1 MiB pieces, like a publisher of weights."""
     source = np.ones(COPIED_BYTES, np.uint8)
     target = np.empty_like(source)
-    target[:] = 0  # fresh pages are not what is measured
+    target[:] = 0  # touch the pages first, to keep page faults out of the measurement
     piece = 1 << 20
     began = time.perf_counter()
     for start in range(0, COPIED_BYTES, piece):
@@ -105,8 +107,8 @@ def _copied_per_s() -> float:
     return COPIED_BYTES / (time.perf_counter() - began)
 
 
-def _rate(place: Path, told: Told) -> Rate | str:
-    """What was seen, or why nothing was."""
+def _rate(place: Path, update: Update) -> Rate | str:
+    """Return the measured rate, or the reason why there is none."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="staleflow-doctor-", dir=place) as name:
         folder = Path(name)
@@ -116,29 +118,29 @@ def _rate(place: Path, told: Told) -> Rate | str:
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(verb, stdout=subprocess.DEVNULL, stderr=log)
         try:
-            rate = _watched(process, folder / "run" / "metrics.jsonl", told)
-            return rate or _why(process.poll(), time.monotonic() - began, folder / "log")
+            rate = _measure(process, folder / "run" / "metrics.jsonl", update)
+            return rate or _failure(process.poll(), time.monotonic() - began, folder / "log")
         finally:
             _end(process)
 
 
-def _why(code: int | None, seconds: float, log: Path) -> str:
-    """What became of a run that was not measured, and its last words. ``code``: None while it runs."""
+def _failure(code: int | None, seconds: float, log: Path) -> str:
+    """Describe a run that was not measured, with its last log lines. ``code`` is None while the run is alive."""
     ended = f"ended with exit code {code} after" if code is not None else "trained less than two steps in"
-    said = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
-    return "\n  ".join((f"{ended} {seconds:.0f} s; it said last:", *said[-LAST_LINES:]))
+    lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    return "\n  ".join((f"{ended} {seconds:.0f} s; its last output:", *lines[-MAX_LOG_LINES:]))
 
 
-def _watched(process: "subprocess.Popen[bytes]", path: Path, told: Told) -> Rate | None:
-    """Steps between the first one and ``SECONDS`` later."""
-    until = time.monotonic() + START_S
+def _measure(process: "subprocess.Popen[bytes]", path: Path, update: Update) -> Rate | None:
+    """Count the steps between the first one and ``MEASURE_S`` later."""
+    until = time.monotonic() + START_TIMEOUT_S
     while not _steps(path):
         if time.monotonic() > until or process.poll() is not None:
             return None
         time.sleep(0.1)
     began = time.monotonic()
-    while (gone := time.monotonic() - began) < SECONDS:
-        told(gone / SECONDS)
+    while (elapsed_s := time.monotonic() - began) < MEASURE_S:
+        update(elapsed_s / MEASURE_S)
         time.sleep(0.1)
     lines = _steps(path)
     seconds = lines[-1]["t"] - lines[0]["t"]
@@ -155,11 +157,11 @@ def _steps(path: Path) -> list[dict[str, Any]]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """As Ctrl-C does; the processes below it end with it."""
+    """Stop the run like Ctrl-C does; its child processes end with it."""
     if process.poll() is None:
         os.kill(process.pid, signal.SIGINT)
     try:
-        process.wait(END_S)
+        process.wait(EXIT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -1,17 +1,17 @@
-"""What a file of a process's output has gained, a line at a time."""
+"""Follow the output file of a process, line by line."""
 
 from pathlib import Path
 
 
 class Tail:
-    """The lines that come after this object was made. The file need not exist yet."""
+    """Read the lines that are appended after this object was created. The file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read = path.stat().st_size if path.exists() else 0
 
     def take(self) -> list[str]:
-        """Whole lines since the last call, without their ends. What cannot be read now comes with a later one."""
+        """Return the complete lines since the last call; after a read error, a later call returns them."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._read)

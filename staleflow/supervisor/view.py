@@ -1,4 +1,4 @@
-"""What the supervisor tells whoever looks on: a terminal, a log, a test."""
+"""Interface between the supervisor and its views: the live screen, plain text, and metric writers."""
 
 import contextlib
 import errno
@@ -13,41 +13,41 @@ from staleflow.supervisor.summary import Summary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessState:
-    """One process of the run, as a person should see it."""
+    """One process of the run, as shown to the user."""
 
     name: str
     kind: str
     state: str
-    """starting, running, waiting to restart, ended."""
+    """One of not started, running, waiting to restart, ended."""
     pid: int | None = None
     restarts: int = 0
     doing: str = ""
-    """How far it is with its loading, where it says so."""
+    """Loading progress, if the process prints any."""
     attaches: bool = True
-    """It joins the run itself, and loads until then; else it serves, builds, or looks after a machine."""
+    """True for workers, which load first and then attach to the run; False for servers, builders and launchers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The whole run at one moment, as a terminal may show it: what peers and files said is printable here."""
+    """State of the whole run at one moment. Text from peers and files is sanitized, so a terminal may print it."""
 
     phase: str
-    """One word or a few: building the model, starting, training, draining."""
+    """Short description: building the model, starting, training, draining."""
     elapsed_s: float
     processes: tuple[ProcessState, ...] = ()
     status: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The scheduler's last answer to ``GetStatus``; empty before the first."""
+    """Last reply of the scheduler to ``GetStatus``; empty before the first."""
     status_age_s: float = 0.0
     lines: tuple[Mapping[str, Any], ...] = ()
-    """What ``metrics.jsonl`` has gained since the snapshot before: every step, however fast they are."""
+    """Lines appended to ``metrics.jsonl`` since the previous snapshot, so that no step is skipped."""
     detail: str = ""
-    """Of the phase: the last line that the model's builder printed."""
+    """Detail of the phase: the last line that the model builder printed."""
     ended: str = ""
-    """How the run came to its end, in a sentence; empty while it has not, and where that is not known."""
+    """Sentence on how the run ended; empty while it runs and if unknown."""
     parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The parameter server's last answer to ``GetStatus``; empty where nobody asked."""
+    """Last reply of the parameter server to ``GetStatus``; empty if it is not polled."""
     unix_s: float = 0.0
-    """The time of day, to tell how long ago events were; 0: not known."""
+    """Unix time of the snapshot, for the age of events; 0 if unknown."""
 
     def __post_init__(self) -> None:
         for name in ("status", "lines", "parameters", "detail", "ended"):
@@ -59,22 +59,22 @@ class View(Protocol):
 
     def start(self) -> None: ...
     def show(self, snapshot: Snapshot) -> None: ...
-    def say(self, text: str) -> None:
-        """Something happened that a person must know; stays on screen."""
+    def notify(self, text: str) -> None:
+        """Report an event that the user must know; the text stays on screen."""
         ...
 
     def stop(self) -> None: ...
     def summary(self, summary: Summary) -> None: ...
 
 
-NOBODY = (errno.EIO, errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
-"""Errors of a terminal that is gone, or of a file that cannot grow: there is nobody to tell them to."""
+TERMINAL_GONE_ERRNOS = (errno.EIO, errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
+"""Errors of a closed terminal or of a full disk below a redirected stdout; they cannot be reported anywhere."""
 
 
-class Undisturbed:
-    """A view whose terminal may be gone, or the disk of whose file full: nobody is told then, and nothing else changes.
+class SafeView:
+    """Wrapper that protects a run from errors of its view.
 
-    Nor does it when the view cannot show something, which is said once.
+    Errors of a closed terminal or a full disk are ignored. Any other exception of ``show`` is reported once.
     """
 
     def __init__(self, view: View) -> None:
@@ -82,33 +82,33 @@ class Undisturbed:
         self._failed = False
 
     def start(self) -> None:
-        with _gone():
+        with _ignoring_lost_terminal():
             self._view.start()
 
     def show(self, snapshot: Snapshot) -> None:
         try:
             self._view.show(snapshot)
-        except Exception as error:  # boundary: whoever looks on does not end a run
-            if not self._failed and not _is_gone(error):
+        except Exception as error:  # boundary: a broken view must not end the run
+            if not self._failed and not _is_lost_terminal(error):
                 self._failed = True
-                self.say(f"what is shown here failed, the run goes on: {type(error).__name__}: {error}")
+                self.notify(f"the display failed, the run continues: {type(error).__name__}: {error}")
 
-    def say(self, text: str) -> None:
-        with _gone():
-            self._view.say(text)
+    def notify(self, text: str) -> None:
+        with _ignoring_lost_terminal():
+            self._view.notify(text)
 
     def stop(self) -> None:
-        with _gone():
+        with _ignoring_lost_terminal():
             self._view.stop()
 
     def summary(self, summary: Summary) -> None:
-        with _gone():
+        with _ignoring_lost_terminal():
             self._view.summary(summary)
 
 
-def _is_gone(error: Exception) -> bool:
-    return isinstance(error, termios.error) or (isinstance(error, OSError) and error.errno in NOBODY)
+def _is_lost_terminal(error: Exception) -> bool:
+    return isinstance(error, termios.error) or (isinstance(error, OSError) and error.errno in TERMINAL_GONE_ERRNOS)
 
 
-def _gone() -> contextlib.suppress:
+def _ignoring_lost_terminal() -> contextlib.suppress:
     return contextlib.suppress(OSError, termios.error)

@@ -1,4 +1,4 @@
-"""What is new: the scheduler's status, kept at hand so that nobody ever waits for it, and the lines of a file."""
+"""Poll the status of a server in a thread, so that readers never block, and follow ``metrics.jsonl``."""
 
 import contextlib
 import threading
@@ -15,61 +15,61 @@ from staleflow.net.transport import SOCKETS, Transport
 
 
 class StatusWatch:
-    """A thread that asks again and again; ``newest`` is the last answer."""
+    """Thread that polls the status of a server; ``newest`` is the last reply."""
 
     def __init__(self, address: str, every_s: float = 0.5, *, transport: Transport = SOCKETS) -> None:
         self._admin = Admin(address, "supervisor", transport=transport)
         self._every_s = every_s
-        self._end = threading.Event()
+        self._stop = threading.Event()
         self._answer: tuple[float, Mapping[str, Any]] = (0.0, {})
-        self._wrong: ConfigError | None = None
-        self._thread = threading.Thread(target=self._ask, name="status", daemon=True)
+        self._error: ConfigError | None = None
+        self._thread = threading.Thread(target=self._poll, name="status", daemon=True)
 
     def __enter__(self) -> "StatusWatch":
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end.set()
+        self._stop.set()
         self._admin.close()
         self._thread.join(timeout=2.0)
 
     @property
     def newest(self) -> Mapping[str, Any]:
-        """Empty before the first answer. ``ConfigError`` when the run is one of another version of staleflow."""
-        if self._wrong is not None:
-            raise self._wrong
+        """The last reply, empty before the first. Raise ``ConfigError`` if the run uses another staleflow version."""
+        if self._error is not None:
+            raise self._error
         return self._answer[1]
 
     @property
     def age_s(self) -> float:
-        """Seconds since it came."""
-        came, values = self._answer
-        return time.monotonic() - came if values else 0.0
+        """Seconds since the last reply."""
+        received_s, values = self._answer
+        return time.monotonic() - received_s if values else 0.0
 
-    def ask_now(self) -> None:
-        """One more answer, if it comes at once."""
+    def poll_now(self) -> None:
+        """Poll once in the calling thread; keep the previous reply if the server does not answer within a second."""
         with contextlib.suppress(Unavailable, Refused):
             self._answer = (time.monotonic(), self._admin.status(timeout_s=1.0))
 
-    def _ask(self) -> None:
+    def _poll(self) -> None:
         try:
-            while not self._end.is_set():
-                self.ask_now()
-                self._end.wait(self._every_s)
+            while not self._stop.is_set():
+                self.poll_now()
+                self._stop.wait(self._every_s)
         except ConfigError as error:
-            self._wrong = error
+            self._error = error
 
 
 class NewLines:
-    """The lines of a ``metrics.jsonl`` that grows, each once. It need not exist yet."""
+    """Follow a growing ``metrics.jsonl`` and return each line once. The file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read = 0
 
     def take(self) -> tuple[Mapping[str, Any], ...]:
-        """The whole lines since the last call; all of them at first. What cannot be read now comes with a later one."""
+        """Return the complete lines since the last call. After a read error, a later call returns them."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._read)

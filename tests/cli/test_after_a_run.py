@@ -73,7 +73,7 @@ def test_the_story_of_a_group_goes_from_its_lease_to_its_batch(cli: Cli, ended: 
     assert [line.split()[2] for line in told] == ["reserve", "push", "occupy", "seal", "deliver", "consume"]
     assert all(line.lstrip().startswith("+") for line in told)
     assert json.loads(cli("trace", "show", ended, group, "--json").out.splitlines()[0])["ev"] == "reserve"
-    assert "never mentions it" in cli("trace", "show", ended, 999_999_999).err
+    assert "does not contain it" in cli("trace", "show", ended, 999_999_999).err
 
 
 def test_its_status_is_its_summary(cli: Cli, ended: Path) -> None:
@@ -83,13 +83,13 @@ def test_its_status_is_its_summary(cli: Cli, ended: Path) -> None:
     answer = json.loads(cli("status", ended, "--json").out)
     assert (answer["phase"], answer["outcome"]) == ("finished", "finished")
     said = cli("status", ended, "--why")
-    assert (said.code, said.out) == (0, "the run is finished: 4 of 4 steps are trained\n")
+    assert (said.code, said.out) == (0, "the run finished: 4 of 4 steps trained\n")
 
 
 def test_a_finished_run_is_not_begun_again(cli: Cli, ended: Path) -> None:
     before = {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
     told = (
-        f"this run is finished (4 of 4 steps): {ended}. For more steps: "
+        f"this run has finished (4 of 4 steps): {ended}. For more steps: "
         f"staleflow run --run-dir {ended} --resume trainer.steps=N\n"
     )
     said = cli("run", "--run-dir", ended, "--resume")
@@ -105,31 +105,32 @@ def test_without_a_directory_the_newest_run_is_meant(cli: Cli, ended: Path, shor
     for name, second in (("mine-1", 2000), ("mine-2", 1000)):
         os.utime(short_dir / "runs" / name / ".lock", (second, second))
     said = cli("status", "--why")
-    assert (said.code, said.out) == (0, "the run is finished: 4 of 4 steps are trained\n")
-    assert said.err == "the newest run: runs/mine-1\n"
+    assert (said.code, said.out) == (0, "the run finished: 4 of 4 steps trained\n")
+    assert said.err == "using the newest run: runs/mine-1\n"
     assert cli("report").out == "runs/mine-1/report.html\n"
-    assert "nobody listens there" in cli("top").err
+    assert "no process listens there" in cli("top").err
     said = cli("trace", "check")
-    assert (said.code, said.err) == (0, "the newest run: runs/mine-1\n")
+    assert (said.code, said.err) == (0, "using the newest run: runs/mine-1\n")
     assert "0 violations" in said.out
     said = cli("trace", "plot", "--out", "lanes.html")
-    assert (said.code, said.out.splitlines()[-1], said.err) == (0, "lanes.html", "the newest run: runs/mine-1\n")
+    assert (said.code, said.out.splitlines()[-1], said.err) == (0, "lanes.html", "using the newest run: runs/mine-1\n")
 
 
 def test_a_worker_that_is_attached_to_it_is_refused_with_the_outcome(cli: Cli, ended: Path) -> None:
     said = cli("attach", "rollout", "--run-dir", ended)
-    told = f'staleflow: run is "{ended}"; it has ended: finished, 4 of 4 steps\n'
+    told = f'staleflow: run is "{ended}"; the run has ended: finished, 4 of 4 steps\n'
     assert (said.code, said.out, said.err) == (2, "", told)
 
 
 def test_no_resumption_is_advised_where_it_cannot_help(cli: Cli, ended: Path, short_dir: Path) -> None:
-    changed = {"outcome": "failed", "steps": 3, "error": "rollout-0 refuses to start: no chat template", "resume": ""}
+    error = "rollout-0 rejected its configuration: no chat template"
+    changed = {"outcome": "failed", "steps": 3, "error": error, "resume": ""}
     summary = json.loads((ended / "summary.json").read_text()) | changed
     (short_dir / "summary.json").write_text(json.dumps(summary))
     shutil.copy(ended / "config.json", short_dir)
     for said in (cli("status", short_dir), cli("status", short_dir, "--why")):
         assert said.code == 1
-        assert "refuses to start" in said.out
+        assert "rejected its configuration" in said.out
         assert "resume with" not in said.out
 
 
@@ -141,7 +142,7 @@ def test_a_run_that_was_interrupted_says_how_to_go_on(cli: Cli, ended: Path, sho
     shutil.copy(ended / "config.json", short_dir)
     said = cli("status", short_dir, "--why")
     assert said.code == 1
-    assert said.out == f"the run was interrupted; 3 of 4 steps are trained; resume with: {go_on}\n"
+    assert said.out == f"the run was interrupted; 3 of 4 steps trained; resume with: {go_on}\n"
     assert json.loads(cli("status", short_dir, "--json").out)["phase"] == "interrupted"
 
 
@@ -149,7 +150,7 @@ def test_a_trace_without_an_event_is_nothing_to_check(cli: Cli, short_dir: Path)
     (short_dir / "trace.jsonl").touch()
     said = cli("trace", "check", short_dir)
     assert (said.code, said.out) == (2, "")
-    assert "this one is empty, nothing was checked" in said.err
+    assert "the file has no events: nothing was checked" in said.err
 
 
 def test_its_report_is_one_file_that_loads_nothing(cli: Cli, ended: Path, short_dir: Path) -> None:
@@ -161,7 +162,7 @@ def test_its_report_is_one_file_that_loads_nothing(cli: Cli, ended: Path, short_
     assert "default-src &#39;none&#39;" in page or "default-src 'none'" in page
     assert loaded(page) == []
     assert "trainer.steps" in page.partition("<h2>Configuration</h2>")[2]
-    assert cli("report", ended, "--out", "it.pdf").err.endswith("it must end in .html\n")
+    assert cli("report", ended, "--out", "it.pdf").err.endswith("the name must end in .html\n")
     assert cli("report", short_dir).code == 2
 
 
@@ -185,5 +186,5 @@ def test_it_is_not_run_over(cli: Cli, ended: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in ended.rglob("*")}
     said = cli("run", SIMULATED, *SHORT, "--run-dir", ended)
     assert said.code == 2
-    assert "there is a run in it already: add --resume" in said.err
+    assert "it contains a run already: add --resume" in said.err
     assert {path: path.stat().st_mtime_ns for path in ended.rglob("*")} == before

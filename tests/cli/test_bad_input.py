@@ -43,9 +43,9 @@ def test_a_run_is_refused(cli: Cli, override: str, words: str) -> None:
 
 def test_a_configuration_that_is_not_there(cli: Cli) -> None:
     refused(cli("run", "none.toml"), 'configuration file is "none.toml"; no such file')
-    refused(cli("run"), "which configuration?")
+    refused(cli("run"), "no configuration given")
     refused(cli("run", "."), ". is a directory; to continue the run in it: staleflow run --resume .")
-    refused(cli("run", "--resume"), "which run? For example: staleflow run --resume runs/")
+    refused(cli("run", "--resume"), "no run given; for example: staleflow run --resume runs/")
     refused(cli("run", "--resume", "--run-dir", "x"), 'run directory is "x"; it has no config.json')
 
 
@@ -96,16 +96,16 @@ def test_a_run_directory_of_another_run_or_another_configuration(cli: Cli, short
     used = short_dir / "used"
     write_resolved(load(SIMULATED), used)
     before = {path: path.read_bytes() for path in used.iterdir()}
-    refused(cli("run", SIMULATED, "--run-dir", used), "there is a run in it already: add --resume", ["used"])
+    refused(cli("run", SIMULATED, "--run-dir", used), "it contains a run already: add --resume", ["used"])
     said = cli("run", SIMULATED, "seed=9", "--run-dir", used, "--resume")
-    refused(said, f"seed is 9; {used} was made with 0", ["used"])
+    refused(said, f"seed is 9; {used} was created with 0", ["used"])
     said = cli("serve", "scheduler", "--config", SIMULATED, "seed=9", "--run-dir", used)
-    refused(said, f"seed is 9; {used} was made with 0", ["used"])
+    refused(said, f"seed is 9; {used} was created with 0", ["used"])
     assert {path: path.read_bytes() for path in used.iterdir()} == before
 
 
 def test_nothing_to_resume(cli: Cli, short_dir: Path) -> None:
-    refused(cli("run", SIMULATED, "--resume"), "there is no run of this name under runs/")
+    refused(cli("run", SIMULATED, "--resume"), "no run of this name exists under runs/")
     refused(cli("run", SIMULATED, "--resume", "--run-dir", "none"), "it has no config.json")
 
 
@@ -114,9 +114,9 @@ def test_daemons_and_workers_are_refused_alike(cli: Cli) -> None:
     refused(
         cli("serve", "scheduler", "--run-dir", "r", "--config", SIMULATED, "seed=-1"), "it must be an integer from 0"
     )
-    refused(cli("serve", "scheduler", "--run-dir", "r", "seed=1"), "it needs --config")
+    refused(cli("serve", "scheduler", "--run-dir", "r", "seed=1"), "add --config")
     refused(cli("attach", "rollout", "--run-dir", "none"), "it has no config.json")
-    refused(cli("attach", "rollout"), "Give --run-dir DIR or --connect ADDRESS")
+    refused(cli("attach", "rollout"), "add --run-dir DIR or --connect ADDRESS")
     refused(cli("attach", "rollout", "--connect", "nonsense"), "nonsense")
 
 
@@ -142,7 +142,7 @@ def test_a_shard_that_the_run_does_not_have(cli: Cli) -> None:
 
 def test_words_that_do_not_exist(cli: Cli) -> None:
     refused(cli("rum"), "No such command 'rum': did you mean 'run'?")
-    refused(cli("zzz"), "No such command 'zzz': there are init, run,")
+    refused(cli("zzz"), "No such command 'zzz': valid commands are init, run,")
     refused(cli("run", SIMULATED, "--fast"), "No such option '--fast'")
     refused(cli("serve", "coffee", "--run-dir", "r"), "'coffee' is not one of 'scheduler'")
     refused(cli("serve", "scheduler"), "Missing option '--run-dir'")
@@ -230,7 +230,7 @@ def test_status_does_not_wait_for_a_file_system_that_hangs(cli: Cli, short_dir: 
     (short_dir / "r").mkdir()
     os.mkfifo(short_dir / "r" / "config.json")
     said = cli("status", "r")
-    refused(said, "its file system has not answered for 5 s; --connect ADDRESS needs no files", ["r"])
+    refused(said, "its file system did not respond within 5 s; --connect ADDRESS needs no files", ["r"])
 
 
 def test_a_run_whose_scheduler_is_on_another_machine_is_not_taken_for_ended(cli: Cli, short_dir: Path) -> None:
@@ -258,31 +258,34 @@ def test_a_run_bound_to_every_interface_may_be_elsewhere(cli: Cli, short_dir: Pa
 
 
 LAUNCH = ("launch", CLUSTER, "--on")
-DRAWING = "a drawing searches nothing: leave it out, or --graph and --mermaid"
-HANDED = "hands over a job and shows no run: leave it out"
-DRY = "a dry run shows no run: leave it out"
+DRAWING = "it applies to the search: leave it out, or --graph and --mermaid"
+HANDED = "submits a job and shows no progress: leave it out"
+DRY = "a dry run shows no progress: leave it out"
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("doctor", "nonsense", "no.such.key=1"), 'override is "nonsense"; it needs --config: it changes a config'),
+        (
+            ("doctor", "nonsense", "no.such.key=1"),
+            'override is "nonsense"; overrides change a configuration: add --config',
+        ),
         (("plan", SIMULATED, "--graph", "--json"), f"--json is true; {DRAWING}"),
         (("plan", SIMULATED, "--graph", "--etas", "x", "--devices", 4), f'--etas is "x"; {DRAWING}'),
         (("plan", SIMULATED, "--mermaid", "--devices", 4), f"--devices is 4; {DRAWING}"),
         (("plan", SIMULATED, "--graph", "--jobs", 1), f"--jobs is 1; {DRAWING}"),
-        (("attach", "rollout", "--bind", "tcp://*:1"), '--bind is "tcp://*:1"; only a relay has it'),
-        (("attach", "stage", "--mb-per-s", 3), "--mb-per-s is 3.0; only a relay has it"),
-        (("attach", "relay", "--nproc", 2), "--nproc is 2; only the trainer has it"),
-        (("attach", "train", "--stage", "reward"), '--stage is "reward"; only a stage worker has it'),
+        (("attach", "rollout", "--bind", "tcp://*:1"), '--bind is "tcp://*:1"; only a relay accepts it'),
+        (("attach", "stage", "--mb-per-s", 3), "--mb-per-s is 3.0; only a relay accepts it"),
+        (("attach", "relay", "--nproc", 2), "--nproc is 2; only the trainer accepts it"),
+        (("attach", "train", "--stage", "reward"), '--stage is "reward"; only a stage worker accepts it'),
         ((*LAUNCH, "slurm", "--dry-run", "--json", "--plain"), f"--plain is true; --on slurm {HANDED}"),
         ((*LAUNCH, "kubernetes", "--json"), f"--json is true; --on kubernetes {HANDED}"),
-        ((*LAUNCH, "kubernetes", "--resume"), "--resume is true; --on kubernetes needs no word for it"),
+        ((*LAUNCH, "kubernetes", "--resume"), "--resume is true; --on kubernetes always resumes"),
         ((*LAUNCH, "ray", "--dry-run", "--json"), f"--json is true; {DRY}"),
         ((*LAUNCH, "ssh", "--dry-run", "--plain"), f"--plain is true; {DRY}"),
-        ((*LAUNCH, "slurm", "--run-dir", "a", "--out", "b"), '--run-dir is "a"; --out b takes its place'),
-        (("chaos", "none", "--kind", "kill", "--stop-for", 3), "--stop-for is 3.0; only --kind stop takes it"),
-        (("trace", "plot", "none", "--seconds", 3), "--seconds is 3.0; it is of the picture: add --out"),
+        ((*LAUNCH, "slurm", "--run-dir", "a", "--out", "b"), '--run-dir is "a"; --out b is the run directory'),
+        (("chaos", "none", "--kind", "kill", "--stop-for", 3), "--stop-for is 3.0; only --kind stop accepts it"),
+        (("trace", "plot", "none", "--seconds", 3), "--seconds is 3.0; it applies to the plot only: add --out"),
     ],
 )
 def test_words_that_mean_nothing_there(cli: Cli, words: tuple[object, ...], said: str) -> None:
@@ -296,12 +299,12 @@ def test_ranks_that_torchrun_did_not_start(cli: Cli, short_dir: Path, monkeypatc
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     said = cli("attach", "train", "--run-dir", "r", "--nproc", 4)
-    refused(said, "--nproc is 4; torchrun has started 2 ranks already: leave it out", ["r"])
+    refused(said, "--nproc is 4; torchrun has started 2 ranks already: leave out --nproc", ["r"])
 
 
 def test_status_and_trace_of_nothing(cli: Cli) -> None:
-    refused(cli("status"), "Give RUN_DIR or --connect ADDRESS")
-    assert cli("report").err == "staleflow: which run? There is none under runs/. Give RUN_DIR\n"
+    refused(cli("status"), "give RUN_DIR or --connect ADDRESS")
+    assert cli("report").err == "staleflow: no run given and none found under runs/: give RUN_DIR\n"
     refused(cli("status", "none"), "it has no config.json")
     refused(cli("trace", "check", "none.jsonl"), "no such file")
     refused(cli("trace", "show", "none", "3"), "no such file")
@@ -310,12 +313,12 @@ def test_status_and_trace_of_nothing(cli: Cli) -> None:
 def test_top_of_nothing(cli: Cli, short_dir: Path) -> None:
     from staleflow.configs.loading.load import load, write_resolved
 
-    refused(cli("top"), "Give RUN_DIR or --connect ADDRESS")
+    refused(cli("top"), "give RUN_DIR or --connect ADDRESS")
     refused(cli("top", "none"), "it has no config.json")
     refused(cli("top", "none", "--replay"), 'trace is "none"; no such file')
     refused(cli("top", "--connect", "ipc:///nobody", "--replay"), "--replay reads a trace: give RUN_DIR")
-    refused(cli("top", "none", "--speed", "10"), "--speed is of a replay: add --replay")
-    refused(cli("top", "none", "--replay", "--once", "--speed", "10"), "--speed is of a replay that moves")
+    refused(cli("top", "none", "--speed", "10"), "--speed applies to a replay only: add --replay")
+    refused(cli("top", "none", "--replay", "--once", "--speed", "10"), "--speed has no effect with --once")
     refused(cli("top", "none", "--replay", "--speed", "0"), "0.0 is not in the range 0.1<=x<=1000.0")
     write_resolved(load(SIMULATED), short_dir / "r")
-    refused(cli("top", "r"), "nobody listens there: the run has ended, or was never started", ["r"])
+    refused(cli("top", "r"), "no process listens there: the run has ended, or was never started", ["r"])

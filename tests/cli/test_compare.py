@@ -68,7 +68,7 @@ def test_pictures_are_where_they_were_asked_for(cli: Cli) -> None:
     [
         (("--compare", "--peers", "arael"), 'peer is "arael"; one of sync, psrl, areal,'),
         (("--peers", "areal"), '--peers is "areal"; it needs --compare'),
-        (("--compare", "--trace", "t"), '--trace is "t"; it keeps the trace of one run'),
+        (("--compare", "--trace", "t"), '--trace is "t"; it writes the trace of one run'),
     ],
 )
 def test_options_that_mean_nothing_together(cli: Cli, words: tuple[str, ...], why: str) -> None:

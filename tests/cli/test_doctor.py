@@ -27,7 +27,7 @@ def test_every_check_says_something(cli: Cli) -> None:
     findings = {finding["what"]: finding for finding in json.loads(said.out)}
     names = ["python", "torch", "transformers", "vllm", "deepspeed", "pyarrow", "scikit-learn", "matplotlib", "openai"]
     assert list(findings)[:9] == names
-    assert list(findings)[-2:] == ["can run", "begin with"]
+    assert list(findings)[-2:] == ["can run", "start with"]
     assert all(finding["found"] for finding in findings.values())
     assert said.code == (1 if any(finding["state"] == "bad" for finding in findings.values()) else 0)
 
@@ -53,17 +53,18 @@ def test_a_stage_with_fewer_calls_than_a_batch_takes_names_the_keys_that_raise_t
     assert found == Finding(
         "stage reward",
         "good",
-        "16 calls of an async def under way, 2 of any other function; a batch takes 32: raise reward.concurrency or "
+        "16 concurrent calls of an async def, 2 of any other function; a batch needs 32: raise reward.concurrency or "
         "reward.workers if the stage is the limit",
     )
     (found,) = checkup.stage_calls(load(SIMULATED, [*few[1:], "reward.concurrency=64"]))
-    assert found.found.endswith("a batch takes 32")
+    assert found.found.endswith("a batch needs 32")
 
 
 def test_an_environment_with_fewer_episodes_than_the_engine_takes_names_its_keys() -> None:
     few = ["environment.run=m:C", "environment.concurrency=4", "environment.processes=2", "rollout.max_inflight=64"]
     found = list(checkup.stage_calls(load(SIMULATED, few)))[-1]
-    said = "8 episodes a rollout worker, whose engine takes 64: raise environment.processes or environment.concurrency"
+    said = "8 episodes per rollout worker, whose engine takes 64: "
+    said += "raise environment.processes or environment.concurrency"
     assert (found.what, found.found) == ("environment", said)
 
 
@@ -116,7 +117,7 @@ def test_a_run_that_does_not_start_is_a_bad_finding(monkeypatch: pytest.MonkeyPa
     *_, found = sustained.sustained(None, short_dir, lambda share: None)
     assert (found.what, found.state) == ("trajectories", "bad")
     told, *words = found.found.splitlines()
-    assert re.fullmatch(r"a run without a model ended with exit code 2 after \d+ s; it said last:", told)
+    assert re.fullmatch(r"a run without a model ended with exit code 2 after \d+ s; its last output:", told)
     assert words == ["  staleflow: name is 3; it must be a printable string"]
 
 
@@ -129,7 +130,7 @@ def test_what_keeps_it_from_being_measured_is_named(
     monkeypatch.setattr(checkup, "examine", full)
     assert main(["doctor", "--measure", "--json"]) == 1
     findings = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
-    assert findings["trajectories"]["found"] == "not measured: disk must be good first"
+    assert findings["trajectories"]["found"] == "not measured: fix disk first"
 
 
 def a_package(directory: Path, name: str, code: str) -> None:
@@ -152,10 +153,10 @@ def test_a_vllm_that_trips_over_the_wrong_torchvision_is_named(monkeypatch: pyte
         "vllm",
         "bad",
         "RuntimeError: operator torchvision::nms does not exist; "
-        "torchvision, torchaudio and torchcodec are builds for another torch: pip uninstall them",
+        "torchvision, torchaudio or torchcodec was built for another torch: pip uninstall them",
     )
     found.clear()
-    assert checkup.vllm().found.startswith("it does not know staleflow")
+    assert checkup.vllm().found.startswith("the vLLM plugin of staleflow is not registered")
 
 
 def test_without_deepspeed_doctor_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_without_a_key_every_table_is_named(cli: Cli) -> None:
 
 def test_the_nearest_key_is_offered(cli: Cli) -> None:
     said = cli("explain", "staleness.max_stalenes")
-    assert cli("explain", "off_policy/meen").err.endswith("there is no such metric, did you mean off_policy/mean?\n")
+    assert cli("explain", "off_policy/meen").err.endswith("no such metric, did you mean off_policy/mean?\n")
     line = "there is no such key, did you mean staleness.max_staleness?"
     assert (said.code, said.out, said.err) == (2, "", f'staleflow: KEY is "staleness.max_stalenes"; {line}\n')
 
@@ -57,7 +57,7 @@ def test_the_nearest_key_is_offered(cli: Cli) -> None:
         ("seed.", "there is no such key; seed is one itself"),
         ("stage[0]", "there is no such key, did you mean stage?"),
         ("..", "there is no such key"),
-        ("/", "there is no such metric"),
+        ("/", "no such metric"),
     ],
 )
 def test_what_is_below_a_key_or_no_name_at_all_is_no_key(cli: Cli, key: str, said: str) -> None:

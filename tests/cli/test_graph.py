@@ -35,7 +35,7 @@ def test_a_letter_that_the_output_lacks_is_a_question_mark(monkeypatch: pytest.M
 @pytest.mark.parametrize(("advantage", "said"), [("grpo", True), ("reinforce_pp", False)])
 def test_the_filter_is_named_where_the_advantage_asks_for_it(advantage: str, *, said: bool) -> None:
     told = text(load(STAGES, [f"trainer.algorithm.advantage={advantage}"]))
-    assert told.endswith("after the reward zero_spread releases groups of equal rewards") == said
+    assert told.endswith("after the reward, zero_spread releases groups whose rewards are equal") == said
 
 
 def test_the_diagram_has_an_arrow_for_each_stage_that_another_waits_for(cli: Cli) -> None:

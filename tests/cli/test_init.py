@@ -39,7 +39,7 @@ def test_nothing_is_overwritten(cli: Cli, short_dir: Path, there: str) -> None:
     (short_dir / there).write_text("mine")
     said = cli("init", ".")
     assert (said.code, said.out, said.left) == (2, "", [there])
-    assert said.err == f'staleflow: DIR is "{there}"; it is there already and left alone: choose another folder\n'
+    assert said.err == f'staleflow: DIR is "{there}"; it exists already and is not overwritten: choose another folder\n'
     assert (short_dir / there).read_text() == "mine"
 
 
@@ -48,13 +48,13 @@ def test_nothing_is_written_through_a_link(cli: Cli, short_dir: Path) -> None:
     (short_dir / "t" / "reward.py").symlink_to(short_dir / "elsewhere")
     said = cli("init", "t")
     assert (said.code, said.left) == (2, ["t"])
-    assert "it is there already and left alone" in said.err
+    assert "it exists already and is not overwritten" in said.err
 
 
 def test_a_folder_that_cannot_be(cli: Cli, short_dir: Path) -> None:
     (short_dir / "file").write_text("")
     said = cli("init", "file/inside")
-    assert (said.code, said.err) == (2, 'staleflow: DIR is "file/inside"; it cannot be made: Not a directory\n')
+    assert (said.code, said.err) == (2, 'staleflow: DIR is "file/inside"; cannot create it: Not a directory\n')
 
 
 def test_what_it_names_is_there_and_its_reward_is_one(cli: Cli, short_dir: Path) -> None:

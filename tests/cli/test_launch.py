@@ -10,7 +10,7 @@ import pytest
 
 from staleflow.cli.main import main
 from staleflow.configs.loading.load import load, write_resolved
-from staleflow.launch.servers import settled
+from staleflow.launch.servers import resolved
 from staleflow.supervisor.summary import Summary, write
 from tests.cli.conftest import Cli
 from tests.cli.test_bad_input import refused
@@ -58,7 +58,7 @@ def test_a_dry_run_shows_lines_of_a_shell_and_an_address_that_workers_can_reach(
             'host is "no.such.host"; this machine does',
         ),
         (["--on", "ray", CLUSTER, "--out", "x"], '--out is "x"; --on ray writes no files'),
-        (["--on", "slurm"], "which configuration? For example: staleflow launch --on slurm configs/cluster.toml"),
+        (["--on", "slurm"], "no configuration given; for example: staleflow launch --on slurm configs/cluster.toml"),
         (
             ["--on", "slurm", CLUSTER, "launch.rollout_nodes=5"],
             "launch.rollout_nodes is 5; it must be at most rollout.workers",
@@ -77,7 +77,7 @@ def test_files_are_private_and_a_run_of_them_is_resumed_not_overwritten(cli: Cli
     job = short_dir / "job"
     assert sorted(path.name for path in job.iterdir()) == ["config.json", "config.toml", "job.sbatch", "keys", "logs"]
     assert job.stat().st_mode & 0o077 == (job / "keys").stat().st_mode & 0o077 == 0
-    refused(cli("launch", "--on", "slurm", CLUSTER, "--out", "job"), "there is a run in it already", ["job"])
+    refused(cli("launch", "--on", "slurm", CLUSTER, "--out", "job"), "it contains a run already", ["job"])
     before = {path.name: path.read_bytes() for path in (job / "keys").iterdir()}
     again = cli("launch", "--on", "slurm", CLUSTER, "--out", "job", "--resume", "launch.rollout_nodes=4")
     assert again.code == 0
@@ -101,7 +101,7 @@ def test_what_a_finished_run_says_to_launch_for_more_steps_can_be_launched(
 ) -> None:
     mine, run = tmp_path / "mine.toml", tmp_path / "run"
     mine.write_text(CLUSTER.read_text() + 'hosts = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]\n')
-    write_resolved(settled(load(mine), run, "127.0.0.1"), run)
+    write_resolved(resolved(load(mine), run, "127.0.0.1"), run)
     done = Summary(
         name="cluster",
         run_dir=str(run),

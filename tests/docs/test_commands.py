@@ -49,7 +49,7 @@ ARGUMENTS = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
 def commands(block: Block) -> Iterator[tuple[str, str]]:
     """The commands of a block, each with the error that the page says it answers, or nothing.
 
-    Where some lines begin with ``$``, these alone are commands, and in a block of plain text no others are.
+    Where some lines start with ``$``, these alone are commands, and in a block of plain text no others are.
     """
     lines = block.text.replace("\\\n", " ").splitlines()
     marked = block.language == "text" or any(line.startswith("$ ") for line in lines)

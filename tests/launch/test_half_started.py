@@ -47,7 +47,7 @@ def test_a_job_that_slurm_refuses_is_gone_on_with_under_other_options(
     words = ("launch", "--on", "slurm", CLUSTER, "--run-dir", "made run")
     refused = cli(*words, 'launch.options=["--partition=cpu"]')
     assert (refused.code, refused.out) == (2, "")
-    assert "it refuses the file: no such" in refused.err
+    assert "sbatch rejected the file: no such" in refused.err
     before = (short_dir / "made run" / "keys" / "server.key").read_bytes()
     again = cli(*words, "--resume", 'launch.options=["--partition=gpu"]')
     assert (again.code, again.out.splitlines()[0]) == (0, f"Submitted {(short_dir / 'made run').resolve()}/job.sbatch")

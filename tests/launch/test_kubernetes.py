@@ -106,7 +106,10 @@ def test_each_pod_has_the_keys_of_its_role_and_no_other() -> None:
     ("overrides", "said"),
     [
         (["launch.image="], 'launch.image is ""; it must name a container image'),
-        (["rollout.workers=5"], "launch.rollout_nodes is 2; pods are alike: it must divide rollout.workers, 5"),
+        (
+            ["rollout.workers=5"],
+            "launch.rollout_nodes is 2; all pods have the same number of engines: it must divide rollout.workers, 5",
+        ),
         ([*REAL, "launch.volume="], 'launch.volume is ""; checkpoints must outlive pods'),
         (
             ['stage=[{name="servers", run="m:f", makes=["x"]}]'],

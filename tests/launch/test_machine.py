@@ -36,7 +36,7 @@ def test_a_machine_that_cannot_start_a_process_again_has_failed(
     monkeypatch.setattr(Restarts, "CAP_S", 0.0)
     role = Role(name="rollout-0", kind=Kind.WORKER, command=(sys.executable, "-c", "pass"))
     assert Machine([role], tmp_path, "tcp://127.0.0.1:1", "rollout").run() == 1
-    assert "rollout-0 could not be started again and again" in capfd.readouterr().out
+    assert "rollout-0 could not be restarted" in capfd.readouterr().out
 
 
 def test_a_machine_that_cannot_start_a_process_at_all_says_so_and_has_failed(

@@ -13,8 +13,8 @@ from staleflow.launch import machine, placement
 from staleflow.launch.placement import Place
 from staleflow.net.errors import RunOver
 from staleflow.supervisor import roles
-from staleflow.supervisor.drain import MACHINE_S
-from staleflow.supervisor.roles import Role, Works
+from staleflow.supervisor.drain import MACHINE_TIMEOUT_S
+from staleflow.supervisor.roles import Role, WorkingSince
 
 CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
 REAL = (
@@ -72,10 +72,10 @@ def test_a_machine_that_is_told_its_words_has_the_relays_of_the_configuration(mo
         told.append(place)
         raise ConfigError("machine", place.name, "this test has seen enough")
 
-    def until_joined(connect: str, word: str) -> tuple[Config, Path]:
+    def join_with_retry(connect: str, word: str) -> tuple[Config, Path]:
         return config, HERE
 
-    monkeypatch.setattr(machine, "until_joined", until_joined)
+    monkeypatch.setattr(machine, "join_with_retry", join_with_retry)
     monkeypatch.setattr(machine, "roles_of", roles_of)
     for place in placement.places(config):
         assert machine.main(placement.machine_words(place, THERE, "10.0.0.2:5651")[2:]) == 2
@@ -88,14 +88,14 @@ def test_a_machine_that_is_told_its_words_has_the_relays_of_the_configuration(mo
 def test_a_machine_that_comes_after_the_end_of_the_run_ends_well(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def until_joined(connect: str, word: str) -> tuple[Config, Path]:
+    def join_with_retry(connect: str, word: str) -> tuple[Config, Path]:
         raise RunOver
 
     held = list[float]()
-    monkeypatch.setattr(machine, "until_joined", until_joined)
-    monkeypatch.setattr("staleflow.launch.machine.lifeline.hold", held.append)
+    monkeypatch.setattr(machine, "join_with_retry", join_with_retry)
+    monkeypatch.setattr("staleflow.launch.machine.lifeline.watch_supervisor", held.append)
     assert machine.main(["rollout", "--connect", THERE]) == 0
-    assert held == [MACHINE_S], "its trainer may save"
+    assert held == [MACHINE_TIMEOUT_S], "its trainer may save"
     assert capfd.readouterr().out == "staleflow: the run is over\n"
 
 
@@ -137,7 +137,7 @@ def test_gpus_are_given_out_once_engines_by_their_width_and_judges_behind_the_ra
         ("reference-1", (5,)),
         ("trainer", (0, 1, 2, 3)),
     ]
-    assert {role.works for role in (*engines, *trainer)} == {Works.ATTACHED}
+    assert {role.works for role in (*engines, *trainer)} == {WorkingSince.ATTACHED}
     assert [role.name for role in placement.head_stages(config, HERE, 8)] == ["reward-0"]
 
 
@@ -153,7 +153,7 @@ def test_ranks_of_several_machines_meet_under_torchrun_at_the_first() -> None:
     ("overrides", "said"),
     [
         (["launch.rollout_nodes=9"], "launch.rollout_nodes is 9; it must be at most rollout.workers, 4"),
-        (["rollout.gpus=[0]"], "rollout.gpus is [0]; GPUs of launched machines are given out by launch.gpus_per_node"),
+        (["rollout.gpus=[0]"], "rollout.gpus is [0]; launch.gpus_per_node assigns the GPUs of launched machines"),
         (
             ["launch.trainer_nodes=2"],
             'launch.trainer_nodes is 2; with trainer.backend "simulated", which is one process',

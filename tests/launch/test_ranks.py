@@ -24,7 +24,7 @@ import pathlib, time
 from staleflow.supervisor import lifeline
 while {waits} and not pathlib.Path("go on").exists():
     time.sleep(0.02)
-lifeline.hold()
+lifeline.watch_supervisor()
 pathlib.Path("began").touch()
 time.sleep(600)
 """

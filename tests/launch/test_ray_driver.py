@@ -9,7 +9,7 @@ import pytest
 
 from staleflow.launch import ray_machines
 from staleflow.launch.placement import Place
-from staleflow.launch.ray_machines import ABSENT, MOVES, Driver, Fleet
+from staleflow.launch.ray_machines import MOVING, NOT_STARTED, Driver, Fleet
 from staleflow.supervisor.children import GAVE_UP, Restarts
 
 
@@ -18,7 +18,7 @@ class Actor:
 
     def __init__(self, ends: int | None) -> None:
         self._ends = ends
-        self._code: int | None = ABSENT
+        self._code: int | None = NOT_STARTED
         self.starts = 0
         self.code = SimpleNamespace(remote=lambda: self._code)
         self.start = SimpleNamespace(remote=self._start)
@@ -35,7 +35,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     exceptions: Any = ModuleType("ray.exceptions")
     exceptions.RayActorError = ConnectionError
     monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
-    monkeypatch.setattr(ray_machines, "say", str)
+    monkeypatch.setattr(ray_machines, "print_line", str)
     monkeypatch.setattr(Restarts, "FIRST_S", 1e-6)
     places = [Place(part=part, number=0, machines=1, gpus=0) for part in ("trainer", "rollout")]
     fleet = Fleet(name="run", address="", scheduler="tcp://10.0.0.1:1", port=1, bundles=[], places=places, key_files=[])
@@ -51,7 +51,7 @@ def looks(driver: Driver, *actors: Actor) -> int | None:
     """What the driver comes to with these machines."""
     driver._actors = list(actors)  # pyright: ignore[reportPrivateUsage]
     deadline = time.monotonic() + 60
-    while (code := driver.look()) is None and actors[0].starts < 20:
+    while (code := driver.poll()) is None and actors[0].starts < 20:
         assert time.monotonic() < deadline
     return code
 
@@ -72,5 +72,5 @@ def test_a_machine_that_ran_for_long_counts_anew_unless_it_gave_up(
 
 
 def test_a_machine_that_moves_is_started_at_once_as_often_as_it_must(driver: Driver) -> None:
-    machine = Actor(MOVES)
+    machine = Actor(MOVING)
     assert (looks(driver, machine, Actor(None)), machine.starts) == (None, 20)

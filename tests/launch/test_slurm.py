@@ -150,7 +150,7 @@ def test_machines_that_wait_for_a_head_that_failed_are_asked_to_leave(tmp_path: 
 
 
 def test_it_ends_though_a_machine_does_not(tmp_path: Path, ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "LEAVE_S", 1)
+    monkeypatch.setattr(slurm, "EXIT_TIMEOUT_S", 1)
     deaf = f"trap '' TERM; {STAYS}"
     assert ended(job(tmp_path, trainer=deaf, rollout=deaf, steps=5, head=1)) == (1, ["serving"])
 
@@ -222,13 +222,13 @@ def test_whatever_a_run_directory_is_called_logs_are_in_it(name: str) -> None:
         (
             [],
             "/r/x y%j\ntouch /tmp/PWNED\n#",
-            'run directory is "/r/x y%j\\ntouch /tmp/PWNED\\n#"; sbatch cannot be told',
+            'run directory is "/r/x y%j\\ntouch /tmp/PWNED\\n#"; it must be printable',
         ),
-        ([], "/r/a\\b", "it must be printable, without a backslash"),
-        ([], "/r/my-HetJobs", 'sbatch takes "HetJob" in a line for the next component of the job'),
+        ([], "/r/a\\b", "it must be printable and contain no backslash"),
+        ([], "/r/my-HetJobs", 'sbatch takes "HetJob" anywhere in a line for the start of another'),
         (["name=packjob"], "/r", 'name is "packjob"; sbatch takes'),
         (['launch.options=["--comment=hetjob"]'], "/r", 'launch.options is "--comment=hetjob"; sbatch takes'),
-        (['launch.options=["-p gpu", "gpu"]'], "/r", 'launch.options is "gpu"; each must be an option, say'),
+        (['launch.options=["-p gpu", "gpu"]'], "/r", 'launch.options is "gpu"; each must be an option, for example'),
         (['launch.options=["-p gpu\\ntouch /tmp/PWNED"]'], "/r", 'launch.options is ["-p gpu\\ntouch /tmp/PWNED"]; it'),
         (['launch.setup=". a\\n"'], "/r", 'launch.setup is ". a\\n"; it must be a printable string'),
     ],

@@ -16,9 +16,9 @@ import pytest
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.load import load
 from staleflow.launch import ssh
-from staleflow.launch.remote import whole
-from staleflow.launch.servers import settled
-from staleflow.launch.ssh import BEAT_S, SILENT_S, Reach
+from staleflow.launch.remote import remote_command
+from staleflow.launch.servers import resolved
+from staleflow.launch.ssh import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, Reach
 from staleflow.supervisor.lifeline import VARIABLE
 
 CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
@@ -45,7 +45,7 @@ from pathlib import Path
 from staleflow.launch.machine import Machine
 from staleflow.supervisor import lifeline
 from staleflow.supervisor.roles import Kind, Role
-lifeline.hold()
+lifeline.watch_supervisor()
 role = Role(name="worker", kind=Kind.WORKER, command=tuple(sys.argv[2:]))
 sys.exit(Machine([role], Path(sys.argv[1]), "tcp://nobody", "rollout").run())
 """
@@ -55,7 +55,7 @@ import asyncio, sys
 from pathlib import Path
 from staleflow.process.daemon import run
 from staleflow.supervisor import lifeline
-lifeline.hold()
+lifeline.watch_supervisor()
 folder = Path(sys.argv[1])
 async def main(stop):
     (folder / "began").touch()
@@ -70,7 +70,7 @@ sys.exit(run(main, "worker", folder))
 def reaches(*overrides: str) -> dict[str, Reach]:
     config, run_dir = load(CLUSTER, [HOSTS, *overrides]), Path("/run/first")
     ssh.check(config.launch)
-    run = settled(config, run_dir, "10.0.0.1")
+    run = resolved(config, run_dir, "10.0.0.1")
     roles = ssh.machines(run, config.launch, run_dir, run.scheduler.bind)
     return {role.name: msgspec.json.decode(role.command[-1], type=Reach) for role in roles}
 
@@ -103,7 +103,7 @@ def test_an_insecure_run_hands_out_nothing() -> None:
         ('launch.hosts=["a"]', "it must name launch.trainer_nodes + launch.rollout_nodes = 3 hosts"),
         (
             'launch.hosts=["a", "b", "-oProxyCommand=x"]',
-            'launch.hosts is "-oProxyCommand=x"; it must be the name of a host',
+            'launch.hosts is "-oProxyCommand=x"; it must be a host name',
         ),
         ("launch.shell=[]", "launch.shell is []; it must be a command"),
         ("scheduler.bind=tcp://127.0.0.1:5551", "other machines cannot reach it"),
@@ -165,7 +165,7 @@ def test_keys_that_do_not_arrive_whole_start_nothing(tmp_path: Path) -> None:
     key = tmp_path / "rollout.key"
     key.write_text("secret")
     reach = Reach(host="here", through=LOCAL, command=f"touch {tmp_path}/started", keys_in="kept", key_files=[str(key)])
-    cut = ("sh", "-c", whole(reach, 10_240))
+    cut = ("sh", "-c", remote_command(reach, 10_240))
     done = subprocess.run(cut, input=b"x" * 700, env={**os.environ, "HOME": str(tmp_path)}, check=False)
     assert done.returncode != 0
     assert not (tmp_path / "started").exists()
@@ -194,8 +194,8 @@ def test_a_machine_hears_now_and_then_that_the_link_is_there(tmp_path: Path) -> 
     running = remote("head -c 1", tmp_path, [])
     said, _ = running.communicate(timeout=60)
     assert (said, running.returncode) == (b".", 0)
-    assert f"{VARIABLE}=0:{SILENT_S:g} exec" in reaches()["rollout-machine-0"].command
-    assert 3 * BEAT_S < SILENT_S
+    assert f"{VARIABLE}=0:{HEARTBEAT_TIMEOUT_S:g} exec" in reaches()["rollout-machine-0"].command
+    assert 3 * HEARTBEAT_INTERVAL_S < HEARTBEAT_TIMEOUT_S
 
 
 def test_a_machine_drains_when_nothing_is_heard_any_more(tmp_path: Path) -> None:

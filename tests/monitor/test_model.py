@@ -50,13 +50,13 @@ def test_the_window_tells_sealed_batches_what_is_live_by_each_step_and_who_pins(
 
 
 def test_a_relay_says_how_many_get_their_weights_there_where_that_is_known() -> None:
-    assert doing("relay-0") == "gives weights on"
+    assert doing("relay-0") == "serves weights"
     tree = {"relays": [{"relay": "relay-0.12ab34cd", "num_below": 2}, {"relay": "relay-1.12ab34ce", "num_below": 1}]}
     known = dataclasses.replace(shown((process("relay-0"), process("relay-1"))), parameters=tree)
     rows = board("run", known, History()).roles[:2]
-    assert [row.doing for row in rows] == ["gives weights to 2 readers", "gives weights to 1 reader"]
+    assert [row.doing for row in rows] == ["serves weights to 2 readers", "serves weights to 1 reader"]
     plain = dataclasses.replace(known, parameters={"relays": [{"relay": "relay-1", "num_below": 1}]})
-    assert board("run", plain, History()).roles[1].doing == "gives weights to 1 reader"
+    assert board("run", plain, History()).roles[1].doing == "serves weights to 1 reader"
 
 
 def test_under_the_token_bound_the_window_is_one_volume() -> None:
@@ -87,9 +87,9 @@ def test_pins_versions_and_events_are_told_with_names_and_times() -> None:
         VersionRow(version=22, lineage=0, nbytes=2_200_000, engines=1, pinned_by=("rollout-1",)),
     )
     assert it.events == (
-        EventRow(ago_s=2.0, words="version 23 is published, 2.2 MB", tone="good"),
-        EventRow(ago_s=12.0, words="group 98 is given up: expired", tone="warn"),
-        EventRow(ago_s=90.0, words="rollout-0 attaches", tone=""),
+        EventRow(ago_s=2.0, words="version 23 published, 2.2 MB", tone="good"),
+        EventRow(ago_s=12.0, words="group 98 released: expired", tone="warn"),
+        EventRow(ago_s=90.0, words="rollout-0 attached", tone=""),
     )
 
 
@@ -102,7 +102,7 @@ def test_a_stage_worker_that_fails_everything_and_stages_and_environments_that_a
     it = board("run", shown(stages=[stage], instances=[instance]), History())
     failed, full, environment = it.events[:3]
     assert (failed.ago_s, failed.tone) == (5.0, "bad")
-    assert failed.words == "judge-0 fails every group of the stage judge, 12 in a row, and is held: judge: refused"
+    assert failed.words == "judge-0 fails every group of the stage judge, 12 in a row, and is suspended: judge: refused"
     assert (full.words, full.tone) == (limit, "warn")
     assert (environment.words, environment.tone) == (episodes, "warn")
     assert [(row.under_way, row.calls, row.full, row.failing) for row in it.stages] == [(8, 8, True, 1)]
@@ -225,15 +225,15 @@ def test_each_role_says_what_it_does() -> None:
     assert doing("judge-0") == "judging, 5 groups to go"
     assert doing("reward-0", stages=[]) == "waits for groups"
     assert doing("scheduler") == "5 leases out, 3 engines"
-    assert doing("trajectories-0") == "keeps 19 groups to train"
+    assert doing("trajectories-0") == "stores 19 groups to train"
     shards = [{"shard": 0, "used_share": 0.42}, {"shard": 1, "used_share": None}]
-    assert doing("trajectories-0", shards=shards[:1]) == "keeps 19 groups to train, 42 % full"
-    assert doing("trajectories-0", shards=shards) == "keeps its part of the groups, 42 % full"
-    assert doing("trajectories-1", shards=shards) == "keeps its part of the groups"
-    full = "full: pushes wait until a checkpoint lets go; keeps 19 groups to train"
+    assert doing("trajectories-0", shards=shards[:1]) == "stores 19 groups to train, 42 % full"
+    assert doing("trajectories-0", shards=shards) == "stores its part of the groups, 42 % full"
+    assert doing("trajectories-1", shards=shards) == "stores its part of the groups"
+    full = "full: pushes wait until a checkpoint frees space; stores 19 groups to train"
     assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.9}]) == full
     assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.7, "full": "map"}]) == full
-    disk = "its disk is full: pushes wait; keeps 19 groups to train"
+    disk = "its disk is full: pushes wait; stores 19 groups to train"
     assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.1, "full": "disk"}]) == disk
     assert doing("parameters") == "serves version 23"
     assert doing("parameters", version=-1) == "waits for version 0"

@@ -15,7 +15,7 @@ from staleflow.monitor.live import LiveView
 from staleflow.monitor.look import TABS, Look
 from staleflow.monitor.model import board
 from staleflow.monitor.plain import PlainView, line
-from staleflow.monitor.screen import Telling, dashboard
+from staleflow.monitor.screen import OpenStory, dashboard
 from staleflow.monitor.story import headline, story
 from staleflow.monitor.top import encoded
 from staleflow.process.sanitize import json_line, printable, printable_lines
@@ -73,14 +73,14 @@ def renderings(*shots: Snapshot) -> str:
         history.see(shot)
     it, to = board(EVIL, shots[-1], history), io.StringIO()
     console = Console(file=to, force_terminal=True, width=200, height=60)
-    telling = Telling(headline=headline(LIFE_OF_EVIL, 4), chapters=story(LIFE_OF_EVIL, 4))
+    open_story = OpenStory(headline=headline(LIFE_OF_EVIL, 4), chapters=story(LIFE_OF_EVIL, 4))
     for tab in TABS:
         for width, height in ((80, 24), (200, 60)):
             console.print(dashboard(it, Look(tab=tab), width, height))
-    console.print(dashboard(it, Look(story=4), 200, 60, telling=telling))
+    console.print(dashboard(it, Look(story=4), 200, 60, open_story=open_story))
     plain = PlainView(to, EVIL)
     plain.show(shots[-1])
-    plain.say(EVIL)
+    plain.notify(EVIL)
     print(line(it), encoded(it), json_line(dict(shots[-1].status)), file=to)
     return to.getvalue()
 
@@ -114,7 +114,7 @@ def test_the_end_of_a_run_and_what_its_processes_said_are_shown_too() -> None:
 
 def test_the_live_view_says_it_as_text(tmp_path: Any) -> None:
     to = io.StringIO()
-    LiveView("x", tmp_path, Console(file=to, width=80, highlight=False)).say(f"rollout-0 died\n  {EVIL}")
+    LiveView("x", tmp_path, Console(file=to, width=80, highlight=False)).notify(f"rollout-0 died\n  {EVIL}")
     assert controls(to.getvalue()) == set()
     assert to.getvalue().splitlines()[0] == "rollout-0 died"
 

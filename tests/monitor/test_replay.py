@@ -13,7 +13,7 @@ from rich.console import Console
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config, Redundancy, Staleness
-from staleflow.monitor.replay import Retold
+from staleflow.monitor.replay import TraceState
 from staleflow.monitor.sources import Replay
 from staleflow.monitor.top import lines, once
 from staleflow.protocols.consistency.effects import ReleaseWhy
@@ -47,7 +47,7 @@ class Played:
         self.random = random.Random(seed)
         self.seats = [Seat(self.table, name, capacity=4) for name in ("a", "b")]
         self.staged: list[Any] = []
-        self.retold = Retold(steps=config.trainer.steps)
+        self.retold = TraceState(steps=config.trainer.steps)
         self._trace, self._told = run_dir / "trace.jsonl", 0
 
     def step(self) -> None:

@@ -21,7 +21,7 @@ from staleflow.monitor.live import LiveView
 from staleflow.monitor.look import TABS, Look
 from staleflow.monitor.model import Board, board
 from staleflow.monitor.plain import PlainView
-from staleflow.monitor.screen import Telling, dashboard, keys
+from staleflow.monitor.screen import OpenStory, dashboard, keys
 from staleflow.monitor.story import Chapter
 from staleflow.monitor.words import amount, bar, clock, curve, meter, number, short, span
 from staleflow.supervisor.summary import Summary
@@ -110,7 +110,7 @@ def test_every_list_fits_every_terminal(tab: str, width: int, height: int) -> No
         ("groups", "117         22  31.0 s  about 20.0 s  rollout-1"),
         ("stages", "judge         1        1  1 of 8        4"),
         ("versions", "22       2.2 MB        1  rollout-1"),
-        ("events", "12 s  group 98 is given up: expired"),
+        ("events", "12 s  group 98 released: expired"),
         ("processes", "rollout-0       version 23, 32 decoding, 5 queued, 1,234 tokens/s"),
     ],
 )
@@ -131,7 +131,7 @@ def test_the_engines_are_sorted_and_filtered() -> None:
     assert names(Look(sort="tokens/s", reverse=True)) == ["rollout-0", "rollout-1", "rollout-2"]
     assert names(Look(sort="tokens/s")) == ["rollout-2", "rollout-1", "rollout-0"]
     assert names(Look(needle="pull")) == ["rollout-1"]
-    assert "no row has 'nobody': Esc shows all" in "\n".join(drawn(it, Look(needle="nobody")))
+    assert "no row contains 'nobody': Esc shows all" in "\n".join(drawn(it, Look(needle="nobody")))
 
 
 def test_an_engine_may_have_any_name() -> None:
@@ -151,13 +151,13 @@ def test_the_chosen_row_of_a_thousand_engines_is_on_the_screen() -> None:
 
 def test_a_story_takes_the_place_of_the_panels() -> None:
     chapters = tuple(Chapter(after_s=float(n), event="reject", words=f"line {n}") for n in range(40))
-    telling = Telling(headline="group 117: sealed, 1 lease, 3.00 s", chapters=chapters)
-    lines = drawn(seen(snapshot()), Look(story=117), telling=telling)
+    open_story = OpenStory(headline="group 117: sealed, 1 lease, 3.00 s", chapters=chapters)
+    lines = drawn(seen(snapshot()), Look(story=117), open_story=open_story)
     assert any("group 117: sealed" in line for line in lines)
     assert any("+1.00 s  reject  line 1" in line for line in lines)
     assert not any("line 39" in line for line in lines)
-    assert any("line 39" in line for line in drawn(seen(snapshot()), Look(story=117, row=99), telling=telling))
-    assert any("the trace is read" in line for line in drawn(seen(snapshot()), Look(story=117)))
+    assert any("line 39" in line for line in drawn(seen(snapshot()), Look(story=117, row=99), open_story=open_story))
+    assert any("reading the trace" in line for line in drawn(seen(snapshot()), Look(story=117)))
 
 
 def test_the_help_names_every_key() -> None:
@@ -169,7 +169,7 @@ def test_the_help_names_every_key() -> None:
 def test_the_last_row_says_what_is_typed() -> None:
     assert keys(Look(typing="filter", typed="roll")).plain == " filter: roll▏   Enter, Esc"
     assert keys(Look()).plain.startswith(" q leave  ? keys  1-6 lists ")
-    assert keys(Look(speed=2.5)).plain.startswith(" 2.5x  q leave  ? keys  space hold  +,- speed ")
+    assert keys(Look(speed=2.5)).plain.startswith(" 2.5x  q leave  ? keys  space pause  +,- speed ")
 
 
 def test_colours_are_left_out_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,9 +190,9 @@ def test_before_the_first_answer_nothing_is_claimed(width: int, height: int) -> 
     assert "model    step 3" in text
     assert "staleness" not in text
     assert "window" not in text
-    assert lines[1] == "why  building the model: step 3; nothing else has been started yet"
+    assert lines[1] == "why  building the model: step 3; no other process has started yet"
     silent = board("run", Snapshot(phase="no answer yet", elapsed_s=1.0), History())
-    assert drawn(silent)[1] == "why  no answer yet: the scheduler has not said anything yet"
+    assert drawn(silent)[1] == "why  no answer yet: no answer from the scheduler yet"
 
 
 LONG_NAME = "quickstart-20261122-045332"
@@ -269,8 +269,8 @@ def test_one_of_a_thing_is_not_called_many() -> None:
 
 
 def test_a_story_says_how_to_go_back() -> None:
-    unknown = Telling(headline="group 5: the trace never mentions it", chapters=())
-    lines = drawn(seen(snapshot()), Look(story=5), telling=unknown, footer=keys(Look(story=5)))
+    unknown = OpenStory(headline="group 5: the trace does not contain it", chapters=())
+    lines = drawn(seen(snapshot()), Look(story=5), open_story=unknown, footer=keys(Look(story=5)))
     assert lines[-2].endswith(" Esc goes back ─╯")
     assert lines[-1] == " Esc back  ↑,↓ scroll"
     assert "what happened" not in "\n".join(lines), "no columns of nothing"
@@ -282,7 +282,7 @@ def test_the_help_of_a_run_says_what_is_true_there() -> None:
     assert "Ctrl-C         end the run" in text
     assert "leave" not in text
     assert keys(Look(ends_run=True)).plain.startswith(" Ctrl-C end ")
-    assert "q, Ctrl-C      leave; the run goes on" in "\n".join(drawn(seen(snapshot()), Look(help=True)))
+    assert "q, Ctrl-C      leave; the run continues" in "\n".join(drawn(seen(snapshot()), Look(help=True)))
     narrow = drawn(seen(snapshot()), Look(help=True, row=99), 60, 15)
     assert any("is the 24th." in line for line in narrow), "it can be scrolled"
 
@@ -300,7 +300,7 @@ def test_where_a_run_lies_is_told_whole_and_keys_give_way() -> None:
     folder, own = "runs/quickstart-20261121-053000", Look(ends_run=True)
     told = keys(own, hint=folder, width=80).plain
     assert told == f" Ctrl-C end  ? keys  1-6 lists  s sort  {folder}"
-    assert keys(own, hint=folder, width=200).plain.endswith(f" space hold  {folder}")
+    assert keys(own, hint=folder, width=200).plain.endswith(f" space pause  {folder}")
     assert keys(own, hint="x" * 99, width=80).plain == f" Ctrl-C end  ? keys  {'x' * 99}"
 
 
@@ -335,7 +335,7 @@ def test_the_live_view_leaves_the_summary_and_what_was_said(tmp_path: Path) -> N
     view = LiveView("quickstart", tmp_path, console)
     view.start()
     view.show(snapshot())
-    view.say("rollout-0 died with SIGKILL; it is started again")
+    view.notify("rollout-0 died with SIGKILL; restarting it")
     view.stop()
     view.summary(SUMMARY)
     file = console.file

@@ -73,7 +73,7 @@ def test_a_run_that_came_to_its_end_is_not_waited_for(answers: dict[str, Any], t
     assert (live.snapshot().phase, live.snapshot().ended) == ("no answer", ""), "it may come back"
     (tmp_path / "summary.json").write_bytes(msgspec.json.encode(SUMMARY))
     shot = live.snapshot()
-    said = f"the run has ended: finished, 100 of 100 steps; staleflow report {tmp_path} tells of it"
+    said = f"the run has ended: finished, 100 of 100 steps; details: staleflow report {tmp_path}"
     assert (shot.phase, shot.ended, board("run", shot, History()).why) == ("finished", said, said)
     Watch.age_s = 0.5
     assert live.snapshot().phase == "running", "a resumed one answers"

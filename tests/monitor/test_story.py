@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.monitor.events import told
+from staleflow.monitor.events import describe
 from staleflow.monitor.story import Chapter, events_about, headline, story
 from tests.monitor.test_replay import written
 
@@ -19,7 +19,7 @@ def test_the_story_of_a_group_goes_from_its_lease_to_its_training(tmp_path: Path
         Chapter(
             after_s=0.0,
             event="reserve",
-            words="leased to rollout-0 at version 0 (lease 1), to be trained by step 1 at the latest",
+            words="leased to rollout-0 at version 0 (lease 1), deadline step 1",
         ),
         Chapter(
             after_s=20.0,
@@ -27,9 +27,9 @@ def test_the_story_of_a_group_goes_from_its_lease_to_its_training(tmp_path: Path
             words="rollout-0 pushed 500 tokens of version 0; 9 B at shard 0",
             tone="good",
         ),
-        Chapter(after_s=21.0, event="occupy", words="every stage is done: it may train", tone="good"),
+        Chapter(after_s=21.0, event="occupy", words="all stages finished: ready to train", tone="good"),
         Chapter(after_s=21.0, event="seal", words="sealed for step 0 in batch 1, 0 versions old", tone="good"),
-        Chapter(after_s=22.0, event="deliver", words="batch 1 goes to rank 0 of the trainer"),
+        Chapter(after_s=22.0, event="deliver", words="batch 1 delivered to rank 0 of the trainer"),
         Chapter(after_s=94.0, event="consume", words="trained: step 0 is done, version 1 exists", tone="good"),
     )
 
@@ -48,8 +48,8 @@ def test_what_a_rollback_took_back_is_not_called_trained(tmp_path: Path) -> None
     assert after(back) == after()
     assert "trained by step 0" in headline(after(back), 7), "version 1 is what step 0 made"
     events = after(back | {"to_version": 0})
-    assert headline(events, 7).startswith("group 7: may train, ")
-    assert story(events, 7)[-1].words == "rolled back to version 0: its batch is none any more"
+    assert headline(events, 7).startswith("group 7: ready to train, ")
+    assert story(events, 7)[-1].words == "rolled back to version 0: its batch is void"
     assert headline(after(back | {"to_version": 0}, drop), 7).startswith("group 7: dropped: rollback, ")
     assert headline(after(drop), 7).startswith("group 7: dropped: rollback, ")
 
@@ -57,7 +57,7 @@ def test_what_a_rollback_took_back_is_not_called_trained(tmp_path: Path) -> None
 def test_a_group_that_is_part_of_another_number_is_not_told(tmp_path: Path) -> None:
     path = written(tmp_path)
     assert events_about(path, 1) == []
-    assert headline([], 1) == "group 1: the trace never mentions it"
+    assert headline([], 1) == "group 1: the trace does not contain it"
 
 
 def event(ev: str, at_s: float, **fields: Any) -> dict[str, Any]:
@@ -75,14 +75,14 @@ def test_what_was_lost_moved_or_refused_is_said() -> None:
         event("reject", 5, op="push", worker="a.b", count=2, code="stale_lease"),
     ]
     assert [chapter.words for chapter in story(events, 7)] == [
-        "given up: expired (lease 3)",
-        "given up: filtered (lease 3), 12 tokens thrown away",
+        "released: expired (lease 3)",
+        "released: filtered (lease 3), 12 tokens discarded",
         "a pushed 256 tokens: 200 of version 1, 56 of version 2, cut short; 2.0 KB at shard 1",
-        "a spare no more: it is counted instead of group 9",
-        "dropped: quarantine, 256 tokens thrown away",
-        "a was refused a push: stale_lease, 2 times",
+        "promoted from spare to counted group instead of group 9",
+        "dropped: quarantine, 256 tokens discarded",
+        "push of a rejected: stale_lease, 2 times",
     ]
-    assert headline(events[:2], 7) == "group 7: given up: filtered, 0 leases, 0.00 s"
+    assert headline(events[:2], 7) == "group 7: released: filtered, 0 leases, 0.00 s"
     assert headline(events[2:3], 7) == "group 7: in its stages, 0 leases, 0.00 s"
 
 
@@ -108,10 +108,10 @@ def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
         ({"ev": "detach", "worker": "rollout-1.ab", "role": "rollout", "why": "silent"}, "rollout-1 is silent", "warn"),
         (
             {"ev": "detach", "worker": "rollout-1.ab", "role": "rollout", "why": "done"},
-            "rollout-1 leaves: done",
+            "rollout-1 left: done",
             "warn",
         ),
-        ({"ev": "rollback", "to_version": 3, "lineage": 1}, "rolled back to version 3: lineage 1 begins", "bad"),
+        ({"ev": "rollback", "to_version": 3, "lineage": 1}, "rolled back to version 3: lineage 1 starts", "bad"),
         (
             {"ev": "overload", "on": True, "resource": "map", "used": 0.91},
             "the map is full (91 % of the map used): new work waits",
@@ -122,4 +122,4 @@ def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
     ],
 )
 def test_an_event_reads_as_a_sentence(line: dict[str, Any], words: str, tone: str) -> None:
-    assert told(line) == (words, tone)
+    assert describe(line) == (words, tone)

@@ -11,7 +11,7 @@ from rich.console import Console
 from staleflow.monitor.keyboard import Keyboard
 from staleflow.monitor.look import Look
 from staleflow.monitor.sources import Live, Replay
-from staleflow.monitor.top import GONE_S, Stories, Top, lines, once
+from staleflow.monitor.top import SILENCE_TIMEOUT_S, Stories, Top, lines, once
 from staleflow.net.errors import Unavailable
 from tests.monitor.test_replay import written
 from tests.monitor.test_sources import Watch
@@ -80,7 +80,7 @@ def test_the_time_that_a_way_back_takes_is_none_of_the_replay(tmp_path: Path, mo
 
 def test_lines_end_when_the_scheduler_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("staleflow.monitor.sources.StatusWatch", Watch)
-    Watch.answers, Watch.age_s = {"a": STATUS}, GONE_S + 1
+    Watch.answers, Watch.age_s = {"a": STATUS}, SILENCE_TIMEOUT_S + 1
     out = io.StringIO()
     with pytest.raises(Unavailable, match="no answer from a for 31"):
         list(lines(Live("a"), out, as_json=False, speed=None))

@@ -344,7 +344,7 @@ class Trainer(Actor):
 
 
 def main() -> int:
-    lifeline.hold()
+    lifeline.watch_supervisor()
     role, run_dir, name, *given = sys.argv[1:]
     options: dict[str, Any] = {}
     for word in given:

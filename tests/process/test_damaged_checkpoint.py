@@ -77,7 +77,7 @@ def test_a_run_without_a_whole_checkpoint_refuses_at_once_and_names_weights_that
     with Run(run_dir, "smoke.toml", *alone, "--resume") as run:
         output = run.finish(END_S)
     assert run.process.returncode == 2, output
-    (line,) = [line for line in output.splitlines() if "the run failed: trainer refuses to start" in line]
+    (line,) = [line for line in output.splitlines() if "the run failed: trainer rejected its configuration" in line]
     assert f"start a new run with model.path={run_dir}/checkpoints/{newest} " in line
     assert f"{newest} is damaged (trainer.safetensors does not match its checksum)" in line
     assert run.summary()["restarts"] == {}

@@ -33,7 +33,7 @@ def test_a_drained_run_ends_cleanly_and_continues_when_it_is_resumed(run_dir: Pa
         family = run.family()
         asked = cli("drain", run_dir, "--why", "night")
         assert (asked.returncode, asked.stderr) == (0, "")
-        assert asked.stdout.endswith(": it drains; staleflow status --why says what is left\n")
+        assert asked.stdout.endswith(": draining; staleflow status --why shows what is left\n")
         output = run.finish(END_S)
         assert not any(process.is_running() for process in family)
     assert run.process.returncode == 0, output
@@ -52,10 +52,10 @@ def test_a_drained_run_ends_cleanly_and_continues_when_it_is_resumed(run_dir: Pa
     said = cli("status", run_dir, "--why")
     assert (said.returncode, said.stdout) == (
         0,
-        f"the run was drained: {steps} of 400 steps are trained; resume with: {how}\n",
+        f"the run was drained: {steps} of 400 steps trained; resume with: {how}\n",
     )
     late = cli("drain", run_dir)
-    ended = f"it has ended: drained, {steps} of 400 steps; resume with: {how}"
+    ended = f"the run has ended: drained, {steps} of 400 steps; resume with: {how}"
     assert (late.returncode, late.stdout, late.stderr) == (2, "", f'staleflow: run is "{run_dir}"; {ended}\n')
     with Run(run_dir, "simulated.toml", *LONGER, "--resume") as run:
         run.wait_for("consume", steps + 3, END_S)

@@ -68,7 +68,7 @@ def test_a_worker_reports_what_it_waits_for(run_dir: Path) -> None:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ)
     try:
         deadline = time.monotonic() + END_S
-        told = f"waiting for the scheduler at ipc://{run_dir}/sock/scheduler, which does not answer"
+        told = f"waiting for the scheduler at ipc://{run_dir}/sock/scheduler: no answer yet"
         while told not in said.read_text():
             assert process.poll() is None, said.read_text()
             assert time.monotonic() < deadline

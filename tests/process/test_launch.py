@@ -74,7 +74,7 @@ def test_what_dies_on_a_machine_is_started_there_again_and_everything_ends_with_
     assert (running.returncode, summary["outcome"], summary["steps"]) == (0, "finished", 40)
     told = (home / "run" / "logs" / "rollout-machine-1.out").read_text()
     assert "rollout-3 died with -9" in told
-    assert "rollout-3 started again (restart 1)" in told
-    assert "relay-1 started again (restart 1)" in told
+    assert "rollout-3 restarted (restart 1)" in told
+    assert "relay-1 restarted (restart 1)" in told
     assert audit(home / "run" / "trace.jsonl").num_violations == 0
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or ())]

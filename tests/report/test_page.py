@@ -11,7 +11,7 @@ from staleflow.report.page import report
 from staleflow.trace.audit.report import FileRule
 from tests.trace.histories import history
 
-CLEAN = "The audit found nothing wrong"
+CLEAN = "The audit found no violation"
 CONFIG = Config(model=Model(path="m"), prompts=Prompts(path="p.jsonl"), reward=Reward(run="r:f"))
 
 

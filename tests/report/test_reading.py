@@ -67,7 +67,7 @@ def test_a_rollback_takes_steps_back_and_their_groups_are_there_again() -> None:
     assert [(step.step, step.lineage) for step in facts.steps] == [(0, 0), (1, 1)]
     assert (facts.undone_steps, facts.undone_tokens) == (1, 10)
     assert facts.steps[1].waited_s == 0, "what it waited for at first is gone with the first try"
-    assert told(facts) == ["trainer took over, term 2", "back to version 1: 1 step is trained again"]
+    assert told(facts) == ["trainer took over, term 2", "rolled back to version 1: 1 step is trained again"]
     assert facts.levels.points[-1] == Level(at_s=21, leased=0, pushed=0, occupied=0, sealed=1)
 
 
@@ -103,7 +103,7 @@ def test_who_came_and_went_is_told_and_who_left_at_the_end_is_not() -> None:
         Happening(at_s=14, bad=True, text="rollout-0 died: a new process has its name"),
         Happening(at_s=14.5, bad=False, text="rollout-0 left: asked to end"),
         Happening(at_s=15, bad=False, text="rollout-0 came back"),
-        Happening(at_s=15, bad=True, text="the scheduler came back, with 4 groups and version 2"),
+        Happening(at_s=15, bad=True, text="the scheduler restarted, with 4 groups and version 2"),
     ]
 
 
@@ -131,7 +131,7 @@ def test_leases_that_are_lost_around_another_happening_leave_it_there() -> None:
     ]
     assert read([*PLAIN[:-1], *lost]).happenings == [
         Happening(at_s=13, bad=True, text="rollout-3 lost 2 leases: not heard from in time"),
-        Happening(at_s=13.5, bad=True, text="back to version 2"),
+        Happening(at_s=13.5, bad=True, text="rolled back to version 2"),
     ]
 
 
@@ -181,7 +181,7 @@ def test_a_run_that_ended_and_goes_on_lost_nobody() -> None:
     ]
     facts = read([*PLAIN, *again])
     assert [(one.text, one.bad) for one in facts.happenings] == [
-        ("the scheduler came back, with 3 groups and version 2", False),
+        ("the scheduler restarted, with 3 groups and version 2", False),
         ("rollout-0 came back", False),
         ("rollout-0 died: a new process has its name", True),
     ]

@@ -27,12 +27,13 @@ def test_the_verdict_names_the_oldest_and_the_bound() -> None:
     kept, words = sections.verdict(facts(), AuditReport(lines=22))
     assert (kept, words) == (
         True,
-        "The promise was kept: of 2 trained groups the oldest was 1 version old, the bound is 2. "
-        "The audit found nothing wrong in 22 events.",
+        "The bound was kept: of 2 trained groups the oldest was 1 version old, the bound is 2. "
+        "The audit found no violation in 22 events.",
     )
     assert "no trained token was older than 2 versions" in sections.verdict(facts(bound="token"), AuditReport())[1]
     assert (
-        sections.verdict(Facts(), AuditReport(lines=3))[1] == "No step was trained yet; nothing is wrong in 3 events."
+        sections.verdict(Facts(), AuditReport(lines=3))[1]
+        == "No step was trained yet; the audit found no violation in 3 events."
     )
 
 
@@ -73,7 +74,7 @@ def test_every_token_that_was_not_trained_has_its_row() -> None:
     rows = [(row.name, row.groups, row.tokens, row.share) for row in sections.waste_meters(spent, 100)]
     assert rows == [
         ("trained", "2", "20", 20),
-        ("taken back", "", "5", 5),
+        ("rolled back", "", "5", 5),
         ("expired", "2", "30", 30),
         ("dropped, quarantine", "1", "10", 10),
     ]
@@ -100,7 +101,7 @@ def test_a_curve_ends_with_the_steps_that_a_rollback_left() -> None:
     ]
     curves = Curves(said)
     assert curves.steps == list(range(12))
-    assert (curves.known("loss")[-3:], curves.known("reward/eval")) == ([9.0, 9.0, 9.0], [0.5])
+    assert (curves.measured("loss")[-3:], curves.measured("reward/eval")) == ([9.0, 9.0, 9.0], [0.5])
     said = [line for line in said if "reward/eval" not in line]
     config = Config(prompts=Prompts(path="p.jsonl"), reward=Reward(run="r:f"))
     tiles = {tile.label: tile.value for tile in sections.tiles(facts(), Curves(said), config, 0)}

@@ -36,7 +36,7 @@ class Seen:
     def show(self, snapshot: Snapshot) -> None:
         self.heard.append(snapshot.phase)
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         self.heard.append(text)
 
     def stop(self) -> None:
@@ -61,7 +61,7 @@ def shown(run_dir: Path, *names: Writer) -> list[str]:
 
 
 def test_tensorboard_has_every_number_by_its_name_and_step(tmp_path: Path) -> None:
-    told = f"tensorboard has the numbers: tensorboard --logdir {tmp_path / 'tensorboard'}"
+    told = f"metrics in tensorboard: tensorboard --logdir {tmp_path / 'tensorboard'}"
     assert sorted(shown(tmp_path, "tensorboard")) == sorted(["start", "training", told, "stop"])
     found = {
         (value.tag, event.step, value.simple_value, event.wall_time)
@@ -118,7 +118,7 @@ def test_wandb_has_them_with_the_configuration_and_is_found_again(
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
     run_dir = tmp_path / "it-1"
-    assert "wandb has the numbers: https://there/it-1" in shown(run_dir, "wandb")
+    assert "metrics in wandb: https://there/it-1" in shown(run_dir, "wandb")
     settings = msgspec.to_builtins(config("wandb"))
     quiet = {"silent": True, "console": "off", "login_timeout": 10.0}
     assert said == [
@@ -154,7 +154,7 @@ def test_a_writer_that_fails_is_told_of_once_and_the_others_go_on(
 
     monkeypatch.setitem(writers.MAKERS, "wandb", broken)
     heard = shown(tmp_path, "wandb", "tensorboard")
-    assert heard.count("metrics.writers: wandb writes no more: OSError: no network") == 1
+    assert heard.count("metrics.writers: wandb stopped writing: OSError: no network") == 1
     assert list((tmp_path / "tensorboard").iterdir())
 
 
@@ -167,10 +167,10 @@ def test_a_writer_that_hangs_does_not_keep_the_run(tmp_path: Path, monkeypatch: 
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(writers, "LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(writers, "FLUSH_TIMEOUT_S", 0.05)
     monkeypatch.setitem(writers.MAKERS, "wandb", lambda *_: Hanging())
     assert shown(tmp_path, "wandb")[-2:] == [
-        "writer wandb does not come to an end; it may lack the last numbers",
+        "writer wandb did not finish in time; the last metrics may be missing there",
         "stop",
     ]
 

@@ -17,7 +17,7 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Attach, AttachReply, Done, Finished, Refusal
 from staleflow.servers.scheduler import service
-from staleflow.supervisor.joining import has_ended, joined
+from staleflow.supervisor.joining import has_ended, join_run
 from tests.servers.running import Run, eventually
 from tests.servers.scheduler.asked import Asked
 
@@ -91,10 +91,10 @@ async def test_a_machine_is_told_of_the_end_before_the_trace_is_closed(
 
 
 async def test_joining_a_run_that_is_over_is_told_apart(run: Run) -> None:
-    assert (await asyncio.to_thread(joined, run.where.scheduler, "rollout"))[0] == run.config
+    assert (await asyncio.to_thread(join_run, run.where.scheduler, "rollout"))[0] == run.config
     await closed(run)
     with pytest.raises(RunOver):
-        await asyncio.to_thread(joined, run.where.scheduler, "rollout")
+        await asyncio.to_thread(join_run, run.where.scheduler, "rollout")
     assert await asyncio.to_thread(has_ended, run.where.scheduler, "rollout", timeout_s=20.0)
 
 

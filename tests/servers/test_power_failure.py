@@ -15,7 +15,7 @@ from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
 from staleflow.clients.weights import Puller
 from staleflow.configs.loading.load import read_run, write_resolved
 from staleflow.configs.schema import Config, Model, Prompts, Reward
-from staleflow.launch.keys import make_whole
+from staleflow.launch.keys import ensure_folder
 from staleflow.net.allow_list import read_allowed
 from staleflow.net.keys import ALLOWED, read_key
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
@@ -148,7 +148,7 @@ def test_the_configuration_is_on_the_disk_when_it_is_written(disk: Disk) -> None
 
 def test_keys_are_on_the_disk_when_they_are_made(disk: Disk) -> None:
     folder = disk.root / "keys"
-    make_whole(folder)
+    ensure_folder(folder)
     disk.fail()
     server = read_key(folder / "server.key")
     assert server.public in read_allowed(folder / ALLOWED)

@@ -212,5 +212,5 @@ def test_the_picks_are_marked_and_their_lines_stand_below_in_80_columns(
     rows = [line for line in out.splitlines() if line.startswith("│")]
     assert [line.split("│")[-2].strip() for line in rows][-5:] == ["fastest", "", "knee", "", "freshest"]
     knee = out.partition("\nknee (3): ")[2].partition("\n\n")[0].splitlines()
-    assert knee[0].endswith("take this if in doubt")
+    assert knee[0].endswith("the default choice")
     assert knee[1:] == ["  staleness.max_staleness=2", "  coordination.admission=fill"]

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from staleflow.supervisor.bars import is_bar, told
-from staleflow.supervisor.roles import BARS
+from staleflow.supervisor.bars import is_bar, progress
+from staleflow.supervisor.roles import PROGRESS_BARS
 
 
 @pytest.mark.parametrize(
@@ -25,13 +25,13 @@ from staleflow.supervisor.roles import BARS
     ],
 )
 def test_a_bar_in_words(line: str, words: str) -> None:
-    assert told(["before", line]) == words
+    assert progress(["before", line]) == words
 
 
 def test_a_bar_is_told_until_something_else_is_printed() -> None:
     bar = "Loading weights:  10%|#         | 5/50 [00:01<00:09, 4.1it/s]"
     assert (is_bar(bar), is_bar("a line")) == (True, False)
-    assert told([bar, "a line"]) == told([]) == ""
+    assert progress([bar, "a line"]) == progress([]) == ""
 
 
 def test_what_tqdm_draws_is_understood() -> None:
@@ -40,7 +40,7 @@ def test_what_tqdm_draws_is_understood() -> None:
         bar.update(1_210_000_000)
         bar.refresh()
         last = drawn.getvalue().rsplit("\r", 1)[-1]
-        assert told([last]) == "model.safetensors, 34 %, 1.21G of 3.55G"
+        assert progress([last]) == "model.safetensors, 34 %, 1.21G of 3.55G"
 
 
 def test_a_download_of_the_hub_draws_where_nobody_looks_at_a_terminal() -> None:
@@ -51,7 +51,7 @@ def test_a_download_of_the_hub_draws_where_nobody_looks_at_a_terminal() -> None:
     )
     said = [
         subprocess.run([sys.executable, "-c", code], env=os.environ | more, capture_output=True, text=True, check=True)
-        for more in ({}, dict(BARS))
+        for more in ({}, dict(PROGRESS_BARS))
     ]
     shown = [[line for line in one.stderr.replace("\r", "\n").splitlines() if line.strip()] for one in said]
-    assert [told(lines[-1:]) for lines in shown] == ["", "a.bin, 34 %, 34 of 100"]
+    assert [progress(lines[-1:]) for lines in shown] == ["", "a.bin, 34 %, 34 of 100"]

@@ -11,7 +11,7 @@ import lmdb
 import pytest
 
 from staleflow.supervisor import chaos
-from staleflow.supervisor.chaos import Chaos, Done, Kind, Victim, flip, name_of
+from staleflow.supervisor.chaos import Chaos, Injected, Kind, Victim, flip, name_of
 
 RUN = Path("/runs/mine")
 START = (sys.executable, "-m", "staleflow.cli")
@@ -93,9 +93,9 @@ LOOKS = 2000
 """Then everybody is gone: a test of a command that hangs fails."""
 
 
-def caused(monkeypatch: pytest.MonkeyPatch, processes: dict[str, Process], kinds: tuple[Kind, ...]) -> list[Done]:
+def caused(monkeypatch: pytest.MonkeyPatch, processes: dict[str, Process], kinds: tuple[Kind, ...]) -> list[Injected]:
     """Faults of a run of these processes, of which six are asked for."""
-    looks, told = 0, list[Done]()
+    looks, told = 0, list[Injected]()
 
     def there(_: Path) -> list[Victim]:
         nonlocal looks
@@ -103,9 +103,9 @@ def caused(monkeypatch: pytest.MonkeyPatch, processes: dict[str, Process], kinds
         return [Victim(name, cast("Any", one)) for name, one in processes.items() if not one.ended and looks <= LOOKS]
 
     monkeypatch.setattr(chaos, "victims", there)
-    for name, seconds in (("GONE_S", 2.0), ("STUCK_S", 0.05), ("POLL_INTERVAL_S", 0.001)):
+    for name, seconds in (("NO_VICTIM_TIMEOUT_S", 2.0), ("NO_FAULT_TIMEOUT_S", 0.05), ("POLL_INTERVAL_S", 0.001)):
         monkeypatch.setattr(chaos, name, seconds)
-    Chaos(RUN, kinds=kinds, only=(), every_s=0.001, stop_s=0.001, seed=0, tell=told.append).run(6)
+    Chaos(RUN, kinds=kinds, only=(), every_s=0.001, stop_s=0.001, seed=0, report=told.append).run(6)
     return told
 
 

@@ -18,7 +18,7 @@ from staleflow.supervisor import drain as drain_module
 from staleflow.supervisor.children import Child, Restarts, visible
 from staleflow.supervisor.drain import drain
 from staleflow.supervisor.lifeline import Lifeline
-from staleflow.supervisor.roles import Kind, Role, Works
+from staleflow.supervisor.roles import Kind, Role, WorkingSince
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -30,7 +30,7 @@ POLITE = (
     "import signal, sys, time; signal.signal(15, lambda *_: (print(time.monotonic()), sys.exit(0))); "
     "sys.stdout.write('up\\n'); sys.stdout.flush(); time.sleep(60)"  # in one piece: the signal comes at once
 )
-HOLDING = f"from staleflow.supervisor import lifeline; lifeline.hold(); {SLEEP}"
+HOLDING = f"from staleflow.supervisor import lifeline; lifeline.watch_supervisor(); {SLEEP}"
 
 
 @pytest.fixture
@@ -82,15 +82,19 @@ def test_a_process_that_worked_long_starts_counting_anew() -> None:
 @pytest.mark.parametrize(
     ("works", "code", "restarts"),
     [
-        (Works.STARTED, "raise SystemExit(1)", 9),
-        (Works.ATTACHED, "raise SystemExit(1)", Restarts.TRIES),
-        (Works.ATTACHED, "from staleflow.process import readiness as s; s.report_attached(); raise SystemExit(1)", 9),
-        (Works.MACHINE, "raise SystemExit(1)", Restarts.TRIES),
-        (Works.MACHINE, "raise SystemExit(3)", 9),
+        (WorkingSince.STARTED, "raise SystemExit(1)", 9),
+        (WorkingSince.ATTACHED, "raise SystemExit(1)", Restarts.TRIES),
+        (
+            WorkingSince.ATTACHED,
+            "from staleflow.process import readiness as s; s.report_attached(); raise SystemExit(1)",
+            9,
+        ),
+        (WorkingSince.MACHINE, "raise SystemExit(1)", Restarts.TRIES),
+        (WorkingSince.MACHINE, "raise SystemExit(3)", 9),
     ],
 )
 def test_only_who_has_come_to_work_counts_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: Works, code: str, restarts: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: WorkingSince, code: str, restarts: int
 ) -> None:
     monkeypatch.setattr(Restarts, "STABLE_S", 1e-9)  # every life is long
     monkeypatch.setattr(Restarts, "CAP_S", 0.0)
@@ -124,11 +128,11 @@ def test_a_start_that_fails_is_tried_again_and_not_for_ever(
     until(lambda: child.exit_code == 7)
     assert child.plan_restart()
     monkeypatch.setattr(subprocess, "Popen", full)
-    assert child.restart_if_due() == "one could not be started again: [Errno 11] Resource temporarily unavailable"
+    assert child.restart_if_due() == "one could not be restarted: [Errno 11] Resource temporarily unavailable"
     assert (child.restarts, child.state().state) == (0, "waiting to restart")
     with monkeypatch.context() as room:
         room.setattr(subprocess, "Popen", popen)
-        assert child.restart_if_due() == "one started again (restart 1)"
+        assert child.restart_if_due() == "one restarted (restart 1)"
     until(lambda: child.exit_code == 7)
     while child.restart_at is not None or child.plan_restart():
         assert child.restart_if_due()
@@ -145,7 +149,7 @@ def test_a_start_that_fails_before_the_old_mark_is_gone_has_not_worked(
     code = (
         "from staleflow.process import readiness as s; import time; s.report_attached(); time.sleep(0.3); print('last')"
     )
-    role = Role(name="one", kind=Kind.WORKER, command=(sys.executable, "-c", code), works=Works.ATTACHED)
+    role = Role(name="one", kind=Kind.WORKER, command=(sys.executable, "-c", code), works=WorkingSince.ATTACHED)
     lifeline = Lifeline()
     child = Child(role, tmp_path, lifeline)
     child.start()
@@ -160,8 +164,8 @@ def test_a_start_that_fails_before_the_old_mark_is_gone_has_not_worked(
     while child.restart_at is not None:
         fails += bool(child.restart_if_due())
         assert fails <= Restarts.TRIES
-    assert (fails, child.unstarted) == (Restarts.TRIES, "[Errno 30] Read-only file system")
-    assert child.words() == ["last"], "of the process that ran"
+    assert (fails, child.start_error) == (Restarts.TRIES, "[Errno 30] Read-only file system")
+    assert child.last_lines() == ["last"], "of the process that ran"
     child.sweep()
     lifeline.close()
 
@@ -228,10 +232,10 @@ def test_progress_bars_are_not_what_a_child_says(start: Callable[..., Child]) ->
     bars = "\\r".join(("Loading weights:   0%|          | 0/26 [00:00<?, ?it/s]", "12it [00:01, 9.42it/s]", "7.5s/it"))
     child = start(f"print('reading text', flush=True); print('{bars}\\rLoading weights: 100%|####| 26/26')")
     until(lambda: not child.alive)
-    assert child.words() == child.words(12) == ["reading text"]
+    assert child.last_lines() == child.last_lines(12) == ["reading text"]
     quiet = start("pass", "two")
     until(lambda: not quiet.alive)
-    assert quiet.words() == []
+    assert quiet.last_lines() == []
 
 
 def test_a_child_that_loads_says_how_far_it_is(start: Callable[..., Child]) -> None:
@@ -266,12 +270,12 @@ def test_who_does_not_listen_is_killed_at_once_when_somebody_insists(start: Call
 def test_a_trainer_that_has_joined_has_time_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
 ) -> None:
-    monkeypatch.setitem(drain_module.LIMITS_S, Kind.TRAINER, 0.5)
+    monkeypatch.setitem(drain_module.TIMEOUTS_S, Kind.TRAINER, 0.5)
     told = "readiness.report_attached(); " if joined else ""
     saves = "signal.signal(15, lambda *_: (time.sleep(2), print('saved'), sys.exit(0)))"
     imports = "import signal, sys, time; from staleflow.process import readiness; "
     code = f"{imports}{told}{saves}; print('up'); time.sleep(60)"
-    role = Role(name="trainer", kind=Kind.TRAINER, command=(sys.executable, "-c", code), works=Works.ATTACHED)
+    role = Role(name="trainer", kind=Kind.TRAINER, command=(sys.executable, "-c", code), works=WorkingSince.ATTACHED)
     lifeline, said = Lifeline(), list[str]()
     child = Child(role, tmp_path, lifeline)
     child.start()
@@ -283,8 +287,8 @@ def test_a_trainer_that_has_joined_has_time_to_save(
 
 
 def test_who_looks_on_cannot_break_off_a_drain(start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(drain_module.LIMITS_S, Kind.TRAINER, 0.0)
-    monkeypatch.setattr(drain_module, "MACHINE_S", 0.5)
+    monkeypatch.setitem(drain_module.TIMEOUTS_S, Kind.TRAINER, 0.0)
+    monkeypatch.setattr(drain_module, "MACHINE_TIMEOUT_S", 0.5)
     trainer, scheduler = start(DEAF, "trainer", Kind.TRAINER), start(SLEEP, "scheduler", Kind.SCHEDULER)
     for child in (trainer, scheduler):
         until(partial(child.output, 1))
@@ -333,10 +337,10 @@ def test_each_successor_fills_the_slot_of_the_process_before_it(start: Callable[
     """The scheduler gives it the name at once, and to no other process."""
     code = "from staleflow.process import readiness; print(readiness.slot(), flush=True)"
     one, other = start(code, "one"), start(code, "other")
-    until(lambda: one.words() and other.words() and one.exit_code == 0)
-    (first,), (elsewhere,) = one.words(), other.words()
+    until(lambda: one.last_lines() and other.last_lines() and one.exit_code == 0)
+    (first,), (elsewhere,) = one.last_lines(), other.last_lines()
     one.start()
-    until(lambda: one.words() and one.exit_code == 0)
-    assert one.words() == [first]
+    until(lambda: one.last_lines() and one.exit_code == 0)
+    assert one.last_lines() == [first]
     assert len(first) == len(elsewhere) == 32
     assert first != elsewhere

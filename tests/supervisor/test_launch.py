@@ -177,7 +177,9 @@ readiness.report_attached()
 open(os.path.join({str(tmp_path)!r}, str(os.getpid())), "w").close()
 time.sleep(60)
 """
-    quick = LAUNCHER.replace("sys.exit", "from staleflow.supervisor import launch as of\nof.DRAIN_S = 0.2\nsys.exit")
+    quick = LAUNCHER.replace(
+        "sys.exit", "from staleflow.supervisor import launch as of\nof.DRAIN_TIMEOUT_S = 0.2\nsys.exit"
+    )
     words = [sys.executable, "-c", quick, ranks, "watched"]
     with tempfile.NamedTemporaryFile() as told:
         launcher = subprocess.Popen(words, env={**os.environ, readiness.VARIABLE: told.name})
@@ -190,7 +192,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
     code = f"""
 import os, time
 from staleflow.supervisor import lifeline
-assert lifeline.hold()
+assert lifeline.watch_supervisor()
 open(os.path.join({str(tmp_path)!r}, str(os.getpid())), "w").close()
 time.sleep(60)
 """

@@ -52,15 +52,15 @@ def test_half_a_model_of_a_killed_builder_is_thrown_away(tmp_path: Path) -> None
 
 
 def test_a_download_that_says_nothing_is_told_by_its_file(tmp_path: Path) -> None:
-    assert model.so_far(tmp_path, "fetching") == "fetching"
+    assert model.download_progress(tmp_path, "fetching") == "fetching"
     partial = tmp_path / ".model.partial" / ".cache"
     partial.mkdir(parents=True)
     (partial / "config.json").write_bytes(bytes(100))
-    assert model.so_far(tmp_path) == ""
+    assert model.download_progress(tmp_path) == ""
     (partial / "model.safetensors").write_bytes(bytes(3_400_000))
-    assert model.so_far(tmp_path, "fetching") == "fetching, model.safetensors: 3 MB so far"
+    assert model.download_progress(tmp_path, "fetching") == "fetching, model.safetensors: 3 MB so far"
     (partial / "model.safetensors").rename(partial / "A1b2.incomplete")
-    assert model.so_far(tmp_path) == "a download: 3 MB so far"
+    assert model.download_progress(tmp_path) == "a download: 3 MB so far"
 
 
 def test_a_model_of_the_user_is_linked(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from staleflow.configs.loading.load import load
-from staleflow.supervisor.roles import Kind, Works, servers, workers
+from staleflow.supervisor.roles import Kind, WorkingSince, servers, workers
 
 SIMULATED = Path(__file__).parent.parent.parent / "configs" / "simulated.toml"
 
@@ -65,5 +65,5 @@ def test_a_role_is_started_as_a_person_would_start_it() -> None:
 
 def test_workers_work_from_when_the_run_takes_them() -> None:
     config = load(SIMULATED)
-    assert {role.works for role in workers(config, Path("/r"))} == {Works.ATTACHED}
-    assert {role.works for role in servers(config, Path("/r"))} == {Works.STARTED}
+    assert {role.works for role in workers(config, Path("/r"))} == {WorkingSince.ATTACHED}
+    assert {role.works for role in servers(config, Path("/r"))} == {WorkingSince.STARTED}

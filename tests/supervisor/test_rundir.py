@@ -54,14 +54,14 @@ def test_a_neighbour_that_cannot_be_read_is_none_to_go_on_with(tmp_path: Path) -
 
 def test_a_used_run_directory_needs_resume(tmp_path: Path) -> None:
     used = make(tmp_path / "used")
-    with pytest.raises(ConfigError, match="add --resume to go on with it, or choose a new --run-dir"):
+    with pytest.raises(ConfigError, match="add --resume to continue it, or choose a new --run-dir"):
         rundir.choose(config(), used, resume=False)
     assert rundir.choose(config(), used, resume=True) == used
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match=r"it must be new or empty; it has thesis\.tex, which is left alone"):
+    with pytest.raises(ConfigError, match=r"it must be new or empty; it contains thesis\.tex, which is kept"):
         rundir.choose(config(), tmp_path, resume=False)
     with pytest.raises(ConfigError, match="it must be a directory"):
         rundir.choose(config(), tmp_path / "thesis.tex", resume=False)
@@ -73,9 +73,7 @@ def test_a_run_directory_of_another_configuration_is_refused_with_the_key(tmp_pa
     used = make(tmp_path / "used", "trainer.steps=7")
     with pytest.raises(ConfigError) as raised:
         rundir.choose(config("trainer.steps=7", "seed=8"), used, resume=True)
-    assert (
-        str(raised.value) == f"seed is 8; {used} was made with 0: use its own configuration or choose a new --run-dir"
-    )
+    assert str(raised.value) == f"seed is 8; {used} was created with 0: use its configuration or choose a new --run-dir"
 
 
 def test_a_run_is_resumed_with_other_steps_down_to_those_that_are_trained(tmp_path: Path) -> None:
@@ -94,7 +92,7 @@ def test_a_run_is_resumed_with_other_steps_down_to_those_that_are_trained(tmp_pa
 
 
 def test_resuming_without_a_directory_takes_the_newest_of_that_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no run of this name under runs/"):
+    with pytest.raises(ConfigError, match="no run of this name exists under runs/"):
         rundir.choose(config(), None, resume=True)
     make(Path("runs/simulated-1"))
     make(Path("runs/simulated-other-2"), "name=simulated-other")
@@ -138,10 +136,10 @@ def test_the_newest_run_is_the_one_that_somebody_came_to_last() -> None:
 
 
 def test_daemons_by_hand_agree_on_the_configuration(tmp_path: Path) -> None:
-    rundir.first(config(), tmp_path / "run")
-    rundir.same(config(), tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"seed is 1; .* was made with 0"):
-        rundir.same(config("seed=1"), tmp_path / "run")
+    rundir.create(config(), tmp_path / "run")
+    rundir.check_same(config(), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"seed is 1; .* was created with 0"):
+        rundir.check_same(config("seed=1"), tmp_path / "run")
 
 
 def test_a_run_that_goes_on_has_no_summary_until_it_ends_again(tmp_path: Path) -> None:
@@ -162,7 +160,7 @@ def test_a_run_directory_that_others_may_write_to_is_refused(
     file.write_text('prompts.source = "nobody:opens"\nreward.run = "nobody:calls"\nmodel.build = "nobody:builds"\n')
     assert main([*verb, "--config", str(file), "--run-dir", str(run_dir)]) == 2
     said = capsys.readouterr().err
-    assert f"others may write to it (mode 0775); it must be yours alone: chmod go-w {run_dir}" in said
+    assert f"others may write to it (mode 0775); only you may: chmod go-w {run_dir}" in said
     assert list(run_dir.iterdir()) == []
 
 

@@ -200,11 +200,11 @@ def test_a_finished_run_is_left_as_it_is_also_from_python(tmp_path: Path, capsys
 def test_more_of_a_launched_run_is_launched_from_its_own_configuration(tmp_path: Path) -> None:
     """The run's has nothing of ``[launch]`` any more, and the keys and addresses of the run that it was."""
     done = made(tmp_path)
-    told = summary.how_to_go_on(done, load(SIMULATED), "staleflow launch --on ssh")
+    told = summary.how_to_continue(done, load(SIMULATED), "staleflow launch --on ssh")
     assert told.endswith(
         f"For more steps: staleflow launch --on ssh CONFIG --run-dir {tmp_path} --resume trainer.steps=N"
     )
-    told = summary.how_to_go_on(done, load(SIMULATED))
+    told = summary.how_to_continue(done, load(SIMULATED))
     assert told.endswith(f"For more steps: staleflow run --run-dir {tmp_path} --resume trainer.steps=N")
 
 

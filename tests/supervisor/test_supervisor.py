@@ -142,7 +142,7 @@ def test_a_worker_that_refuses_its_configuration_stops_the_run_with_its_words(st
     )
     run = start(str(SIMULATED), *LONG, "reward.run=picky.py:score")
     assert run.end() == 2
-    assert "reward-0 refuses to start" in run.output
+    assert "reward-0 rejected its configuration" in run.output
     assert "not here" in run.output
     assert "resume with" not in run.output, "a run that is resumed keeps the configuration that was refused"
     assert run.summary()["outcome"] == "failed"
@@ -158,7 +158,7 @@ def test_a_dead_worker_and_a_dead_server_are_started_again(start: Start) -> None
     run.until(lambda: run.consumed() >= done + 10)
     assert run.interrupt() < 10.0
     assert run.summary()["restarts"] == {"parameters": 1, "rollout-0": 1}
-    assert "parameters died with SIGKILL; it is started again" in run.output
+    assert "parameters died with SIGKILL; restarting it" in run.output
     assert audit(run.run_dir / "trace.jsonl").violations == []
 
 

@@ -19,7 +19,7 @@ from staleflow.supervisor import supervisor as supervisor_module
 from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.supervisor import Supervisor
-from staleflow.supervisor.view import Snapshot, Undisturbed
+from staleflow.supervisor.view import SafeView, Snapshot
 from tests.supervisor.test_supervisor import QUICK, SIMULATED
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
@@ -37,7 +37,7 @@ class Blind:
     def show(self, snapshot: Snapshot) -> None:
         raise ValueError("cannot convert float NaN to integer")
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         self.heard.append(text)
 
     def summary(self, summary: Summary) -> None:
@@ -48,7 +48,7 @@ def test_a_view_that_raises_says_so_once_and_the_run_goes_on(short_dir: Path) ->
     view, config, run_dir = Blind(), load(SIMULATED, QUICK), short_dir / "run"
     with rundir.claim(config, run_dir, resume=False):
         assert Supervisor(config, run_dir, view, "").run() == 0, view.heard
-    said = "what is shown here failed, the run goes on: ValueError: cannot convert float NaN to integer"
+    said = "the display failed, the run continues: ValueError: cannot convert float NaN to integer"
     assert view.heard == [said, "finished"]
 
 
@@ -75,18 +75,18 @@ def test_a_view_whose_disk_is_full_ends_nothing() -> None:
     with io.TextIOWrapper(Path("/dev/full").open("wb", buffering=0), write_through=True) as full:
         plain = PlainView(full, "a", run_dir=Path("run"))
 
-        def calls(view: PlainView | Undisturbed) -> list[Callable[[], None]]:
+        def calls(view: PlainView | SafeView) -> list[Callable[[], None]]:
             return [
                 view.start,
                 partial(view.show, Snapshot(phase="training", elapsed_s=1.0)),
-                partial(view.say, "rollout-0 died with SIGKILL; it is started again"),
+                partial(view.notify, "rollout-0 died with SIGKILL; restarting it"),
                 partial(view.summary, summary),
             ]
 
         for call in calls(plain):
             with pytest.raises(OSError, match="No space left on device"):
                 call()
-        for call in calls(Undisturbed(PlainView(full, "a", run_dir=Path("run")))):
+        for call in calls(SafeView(PlainView(full, "a", run_dir=Path("run")))):
             call()
 
 
@@ -97,9 +97,9 @@ def test_an_error_of_the_system_that_is_no_lost_terminal_is_said(short_dir: Path
 
     view = Cut()
     for _ in range(2):
-        Undisturbed(view).show(Snapshot(phase="training", elapsed_s=1.0))
+        SafeView(view).show(Snapshot(phase="training", elapsed_s=1.0))
     assert len(view.heard) == 2
-    seen = Undisturbed(view)
+    seen = SafeView(view)
     for _ in range(2):
         seen.show(Snapshot(phase="training", elapsed_s=1.0))
     assert len(view.heard) == 3, "once a view"

@@ -24,10 +24,10 @@ from staleflow.examples.quickstart import task, text
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PAD_ID, EOS_ID = 0, 1
 IGNORED = -100
-"""Label of the positions that no loss is taken of."""
+"""Label of positions without a loss."""
 
 LATEST = 512
-"""Examples over which the model's skill is measured, each before it is learned from."""
+"""Number of examples over which the accuracy is measured, each before the model trains on it."""
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from zlib import crc32
 
 HELD_OUT_ONE_IN = 16
-"""One problem in so many, over all problems, is held out."""
+"""One in this number of problems is held out."""
 
 
 def prompts(seed: int, *, limit: int = 100, operations: str = "+") -> list[dict[str, str]]:

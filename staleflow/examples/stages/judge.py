@@ -1,4 +1,4 @@
-"""A judge: another model, behind an OpenAI-compatible endpoint, says how good each completion is.
+"""A judge: another model behind an OpenAI-compatible endpoint scores each completion.
 
 ``run = "staleflow.examples.stages.judge:judge"``, ``makes = ["score"]``. The judge is asked once for each sample,
 concurrently, with the time limits and retries of the ``openai`` package (extra ``judge``). A reply that is cut off or
@@ -38,7 +38,7 @@ _SCORE = re.compile(
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to ask, and how."""
+    """Endpoint and options of the judge."""
 
     base_url: str
     key_variable: str

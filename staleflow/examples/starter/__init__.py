@@ -1,1 +1,1 @@
-"""What ``staleflow init`` writes, a task to begin from: copied as it is, but for the name of the run."""
+"""Starter task that ``staleflow init`` copies unchanged, except for the name of the run."""

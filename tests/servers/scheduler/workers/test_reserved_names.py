@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.cli.attach import _made_up  # pyright: ignore[reportPrivateUsage]
+from staleflow.cli.attach import _generated_name  # pyright: ignore[reportPrivateUsage]
 from staleflow.cli.main import main
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
@@ -144,8 +144,8 @@ def test_each_role_has_the_names_that_begin_with_its_word() -> None:
 
 
 def test_a_made_up_name_is_never_made_up_twice() -> None:
-    assert len({_made_up("rollout") for _ in range(10_000)}) == 10_000
-    assert len(_made_up("rollout").removeprefix("rollout-")) * 4 >= 64
+    assert len({_generated_name("rollout") for _ in range(10_000)}) == 10_000
+    assert len(_generated_name("rollout").removeprefix("rollout-")) * 4 >= 64
 
 
 def test_an_echo_of_attach_does_not_throw_the_successor_out(tmp_path: Path) -> None:
