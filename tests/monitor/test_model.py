@@ -102,7 +102,7 @@ def test_a_stage_worker_that_fails_everything_and_stages_and_environments_that_a
     it = board("run", shown(stages=[stage], instances=[instance]), History())
     failed, full, environment = it.events[:3]
     assert (failed.ago_s, failed.tone) == (5.0, "bad")
-    assert failed.words == "judge-0 fails every group of the stage judge, 12 in a row, and is suspended: judge: refused"
+    assert failed.words == "judge-0 fails every group of the stage judge, 12 in a row, and is held: judge: refused"
     assert (full.words, full.tone) == (limit, "warn")
     assert (environment.words, environment.tone) == (episodes, "warn")
     assert [(row.under_way, row.calls, row.full, row.failing) for row in it.stages] == [(8, 8, True, 1)]
