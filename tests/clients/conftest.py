@@ -1,4 +1,4 @@
-"""Clients are tested against the real servers."""
+"""Fixtures for the clients, which are tested against the real servers."""
 
 from tests.servers.conftest import make_run, run
 

@@ -1,5 +1,5 @@
-"""Slabs that a reader keeps mapped: a bounded number over all shards, and none that is deleted; and what it asks for
-where it cannot read them."""
+"""A reader maps a bounded number of slabs over all shards and releases deleted ones; it requests frames where it cannot
+read a slab."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -36,12 +36,12 @@ from tests.clients.trainer.making import payload
 from tests.clients.weights.opened import open_files
 
 SLABS = 3
-"""Of each shard."""
+"""Number of slabs per shard."""
 
 
 class Shard:
-    """Has one group in each of its slabs, for a trainer, and for a stage until it is finished. Who is of its host gets
-    places, any other the packed bytes."""
+    """Each slab has one group, for a trainer, and for a stage until the stage finishes it. A client on the same host
+    gets places; any other client gets the packed bytes."""
 
     address = "memory"
 
@@ -52,13 +52,13 @@ class Shard:
         for number, blob in enumerate(self._blobs):
             (folder / f"slab-{number}").write_bytes(blob)
         self.named = str(folder)
-        """Where it says that its slabs are."""
+        """The folder that the shard reports for its slabs."""
         self.asked: list[tuple[bool, bool]] = []
-        """Whether places were asked for, and who checks: the reader itself?"""
+        """(places were requested, the reader itself checks digests) of each request."""
         self.finished: list[GroupId] = []
         self._asks_for_more = False
         self.over = asyncio.Event()
-        """All are finished, and more is asked for."""
+        """Set once all groups are finished and the stage requests more."""
 
     def _of(self, number: int) -> tuple[GroupId, Place, str]:
         blob = self._blobs[number]
@@ -123,7 +123,7 @@ class Shard:
 
 
 class Judge:
-    """Likes everything."""
+    """A stage that accepts every group."""
 
     together: ClassVar[bool] = False
 
@@ -147,14 +147,14 @@ async def test_a_trainer_keeps_a_bounded_number_of_maps_over_all_shards(
     wanted = [member for shard in every for member in shard.members()]
     fetched = await fetcher.members(wanted)
     assert [item.group for item in fetched] == list(range(4 * SLABS))
-    assert open_files(tmp_path) == 4 * SLABS  # they are looked at
+    assert open_files(tmp_path) == 4 * SLABS  # the caller still refers to them
     del fetched
-    await asyncio.sleep(0)  # the tasks that fetched them let go, too
+    await asyncio.sleep(0)  # let the tasks that fetched them release them, too
     assert open_files(tmp_path) == 5
 
 
 async def judged(every: Sequence[Any]) -> asyncio.Task[None]:
-    """By a stage worker that has finished every group of these and asks for more."""
+    """Run a stage worker until it has finished every group of these shards and requests more."""
     stage = StageWorker(worker=WorkerId("reward-0"), name="reward", stage=Judge(), max_groups=SLABS)
     working = asyncio.create_task(stage.serve(every))
     async with asyncio.timeout(20):
@@ -173,7 +173,7 @@ async def test_a_stage_worker_keeps_a_bounded_number_of_maps_over_all_shards(
 
 
 def changed(slab: Path) -> None:
-    """One byte of it."""
+    """Flip one bit of the slab."""
     data = bytearray(slab.read_bytes())
     data[-1] ^= 1
     slab.write_bytes(data)
@@ -234,7 +234,7 @@ def test_a_slab_that_is_deleted_is_let_go_when_another_is_opened(tmp_path: Path)
     view = maps.open(str(tmp_path), Place(slab="deleted", offset=0, nbytes=7))
     (tmp_path / "deleted").unlink()
     maps.open(str(tmp_path), Place(slab="another", offset=0, nbytes=7))
-    assert (bytes(view), open_files(tmp_path)) == (b"deleted", 3)  # whoever has a view keeps it
+    assert (bytes(view), open_files(tmp_path)) == (b"deleted", 3)  # a view keeps its slab mapped
     view.release()
     del view
     assert open_files(tmp_path) == 2

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Prompts as token ids: plain, by chat template, and when there is no tokenizer."""
+"""Prompts become token ids: plain, by chat template, and without a tokenizer."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,7 +67,7 @@ def test_a_tokenizer_of_another_model_is_the_operators_error() -> None:
 
     count = len(tokenizer)
     check_vocabulary(tokenizer, model(count))
-    check_vocabulary(tokenizer, model(count + 44))  # padded embeddings are usual
+    check_vocabulary(tokenizer, model(count + 44))  # padded embeddings are common
     with pytest.raises(ConfigError, match=rf'tokenizer is "{count} tokens"; the model\'s vocabulary has {count - 1}'):
         check_vocabulary(tokenizer, model(count - 1))
 

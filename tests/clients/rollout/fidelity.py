@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false
 # mypy: disable-error-code="no-untyped-call"
-"""Small models, their weights as they are published, and the log-probabilities that the trainer would compute."""
+"""Small models, their weights as published, and the log-probabilities that the trainer would compute."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ CONTEXT = 512
 
 
 def build(kind: str = "qwen3", seed: int = 0, dtype: str = "float32") -> Any:
-    """Far from uniform, so that a wrong mask, position, scale or weight shows."""
+    """Build a model far from uniform, so that a wrong mask, position, scale or weight shows."""
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -43,7 +43,7 @@ def build(kind: str = "qwen3", seed: int = 0, dtype: str = "float32") -> Any:
 
 
 def save(model: Any, directory: Path, words: int = VOCABULARY) -> Path:
-    """A model directory, with a tokenizer of as many ``words``."""
+    """Save a model directory, with a tokenizer of ``words`` words."""
     model.save_pretrained(directory)
     special = ["<pad>", "<bos>", "<unk>", "<eos>"]
     vocabulary = {word: number for number, word in enumerate([*special, *map(chr, range(97, 97 + words - 4))])}
@@ -56,7 +56,7 @@ def save(model: Any, directory: Path, words: int = VOCABULARY) -> Path:
 
 
 def published(model: Any) -> dict[str, Any]:
-    """The weights as a reader of the parameter server has them."""
+    """Return the weights as a reader of the parameter server receives them."""
     state = model.state_dict()
     return {
         name: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).detach().numpy().copy()
@@ -65,7 +65,7 @@ def published(model: Any) -> dict[str, Any]:
 
 
 def step(model: Any, seed: int) -> None:
-    """As an optimizer would: every weight a little different."""
+    """Change every weight slightly, as an optimizer would."""
     torch.manual_seed(1000 + seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -73,7 +73,7 @@ def step(model: Any, seed: int) -> None:
 
 
 def trainer_logprobs(model: Any, prompt: list[int], token_ids: Any, temperature: float = 1.0) -> Any:
-    """Of a completion, by the trainer's own forward."""
+    """Log-probabilities of a completion by the trainer's own forward pass."""
     sequence = torch.tensor([[*prompt, *np.asarray(token_ids).tolist()]])
     with torch.inference_mode():
         logprobs = token_logprobs(model(input_ids=sequence).logits, sequence, temperature)
@@ -81,10 +81,10 @@ def trainer_logprobs(model: Any, prompt: list[int], token_ids: Any, temperature:
 
 
 def over_kept_cache(old: Any, new: Any, prompt: list[int], written: Any, token_ids: Any) -> Any:
-    """Log-probabilities of ``token_ids`` by the new weights over the keys and values that the old ones left."""
+    """Log-probabilities of ``token_ids`` by the new weights over the old weights' keys and values."""
     cache = transformers.DynamicCache()
     sequence = torch.tensor([[*prompt, *np.asarray(written).tolist(), *np.asarray(token_ids).tolist()]])
-    seen = len(prompt) + len(written) - 1  # the last token was drawn by the old weights and is read by the new
+    seen = len(prompt) + len(written) - 1  # the old weights drew the last token and the new weights read it
     with torch.inference_mode():
         old(input_ids=sequence[:, :seen], past_key_values=cache, use_cache=True)
         logits = new(input_ids=sequence[:, seen:-1], past_key_values=cache, use_cache=True).logits[0]

@@ -1,4 +1,4 @@
-"""The peers of a rollout worker, on real sockets, each doing what a test tells it and noting what it hears."""
+"""The peers of a rollout worker, on real sockets: each follows the test's script and records the calls it receives."""
 
 import asyncio
 from collections.abc import Callable
@@ -43,22 +43,22 @@ from staleflow.protocols.wire.trajectory import GroupPayload
 
 @dataclass
 class Scheduler:
-    """Hands out the commands it was given, at once, until they are acknowledged."""
+    """Send the given commands immediately, and repeat them until the worker acknowledges them."""
 
     commands: list[Command] = field(default_factory=list[Command])
     reports: list[Report] = field(default_factory=list[Report])
     released: list[RegisterRelease] = field(default_factory=list[RegisterRelease])
     yielded: list[RegisterYield] = field(default_factory=list[RegisterYield])
     stays: Code | None = None
-    """What every yield is answered with; None moves the group."""
+    """The refusal of every yield; None moves the group."""
     pulled: list[Pulled] = field(default_factory=list[Pulled])
     detached: list[str] = field(default_factory=list[str])
     drain: bool = False
     waiting: Call | None = None
     refuse: Code | None = None
-    """What every report is refused with."""
+    """The refusal of every report."""
     left: Callable[[int, int], tuple[PartialFrames, list[memoryview]] | None] = lambda group, lease: None
-    """What a lease left at the shard."""
+    """The partial group that a lease left at the shard."""
 
     def order(self, *commands: Command, drain: bool = False) -> None:
         self.commands += map(self._with_sha, commands)
@@ -67,7 +67,7 @@ class Scheduler:
             self._answer(self.waiting)
 
     def _with_sha(self, command: Command) -> Command:
-        """A lease that goes on from another one is given the digest of what that one left."""
+        """Give a lease that continues another lease the digest of that lease's partial group."""
         if not isinstance(command, Assign) or not command.partial or command.partial_sha:
             return command
         left = self.left(command.group, command.partial)
@@ -106,38 +106,38 @@ class Scheduler:
         return list(self.reports[-1].held)
 
     def _answer(self, call: Call) -> None:
-        """Everything from the first command on: a worker skips what it knows."""
+        """Send the commands from the last acknowledged one; a worker skips those it has received."""
         assert isinstance(call.body, Report)
         if not call.done:
             self.waiting = None
-            first = max(1, call.body.ack)  # the last one again, as after a lost reply
+            first = max(1, call.body.ack)  # repeat the last command, as after a lost reply
             call.reply(Commands(first=first, commands=self.commands[first - 1 :], version=Version(0), drain=self.drain))
         self.waiting = None
 
 
 @dataclass
 class Shard:
-    """Has the rows it was given and keeps what is pushed."""
+    """Serve the given rows and store pushed groups."""
 
     rows: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     payloads: dict[int, GroupPayload] = field(default_factory=dict[int, GroupPayload])
     truncated: dict[int, bool] = field(default_factory=dict[int, bool])
     codes: dict[int, list[Code]] = field(default_factory=dict[int, list[Code]])
-    """Refusals to come, by group."""
+    """Pending refusals by group."""
     partials: dict[tuple[int, int], tuple[PartialFrames, list[memoryview]]] = field(
         default_factory=dict[tuple[int, int], tuple[PartialFrames, list[memoryview]]]
     )
-    """By group and lease."""
+    """Partial groups by group and lease."""
     no_partials: Code | None = None
-    """What they are refused with."""
+    """The refusal of partial groups."""
     refused: int = 0
-    """How often they were."""
+    """Number of refused partial groups."""
     asked: list[GetRows] = field(default_factory=list[GetRows])
     hold: bool = False
-    """Keep pushes unanswered."""
+    """Leave pushes unanswered."""
     pushes: list[Call] = field(default_factory=list[Call])
     offered: list[int] = field(default_factory=list[int])
-    """Groups pushed, in order, refused ones too."""
+    """Groups pushed, in order, including refused ones."""
 
     def hear(self, call: Call) -> None:
         match call.body:
@@ -168,7 +168,7 @@ class Shard:
         )
 
     def partial(self, group: int, lease: int) -> tuple[PartialFrames, GroupPayload]:
-        """What that lease left."""
+        """Return the partial group of that lease."""
         header, frames = self.partials[group, lease]
         return header, GroupPayload.from_arrays(arrays(header.frames, frames))
 
@@ -190,7 +190,7 @@ class Shard:
 
 
 class Weights(Puller):
-    """Versions without a server; the one that ``refused`` names does not exist."""
+    """Versions without a server; the version named by ``refused`` does not exist."""
 
     refused = Version(-1)
 
@@ -226,7 +226,7 @@ ME = WorkerId("rollout-0.test")
 
 @dataclass
 class Stage:
-    """Both peers and the clients that reach them."""
+    """Both peers, and the clients connected to them."""
 
     folder: Path
     me: WorkerId = ME
@@ -243,7 +243,7 @@ class Stage:
         self.clients = [Client(endpoint.address, worker=self.me) for endpoint in self.endpoints]
 
     def open_scheduler(self) -> None:
-        """Again, after it was closed, at the same address."""
+        """Reopen the scheduler at the same address after it was closed."""
         self.scheduler.waiting = None
         self.endpoints[0] = Endpoint(self.endpoints[0].address, on_call=self.scheduler.hear)
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The embedded engine and the trainer agree on log-probabilities, whatever has been loaded in between."""
+"""The embedded engine and the trainer agree on log-probabilities across every load of weights."""
 
 import numpy as np
 import pytest

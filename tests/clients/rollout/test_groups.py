@@ -1,4 +1,4 @@
-"""A group in the making: its samples, how it leaves an instance, and how another one goes on with it."""
+"""A group in progress keeps its samples when it leaves an instance and another instance continues it."""
 
 import asyncio
 from itertools import pairwise
@@ -31,7 +31,7 @@ V2 = (Lineage(0), Version(2))
 
 
 def simulated(version: int = 1, slots: int = 16) -> SimulatedEngine:
-    """GroupSamples of some 40 tokens, each of another length, in no time."""
+    """An engine that generates samples of about 40 tokens, each of a different length, without delay."""
     engine = SimulatedEngine(Simulated(mean_tokens=40, sigma=0.8, k2=0.0, k3=0.0), slots=slots, sleep=lambda _: None)
     engine.load({}, Lineage(0), Version(version))
     return engine
@@ -50,7 +50,7 @@ def recipe(started: int = 4, most: int = 60) -> Recipe:
 
 
 class Scene:
-    """Lease 7 of a group at one engine; nothing is written before a test says so."""
+    """Lease 7 of a group at one engine, which generates tokens only at the test's command."""
 
     def __init__(
         self, engine: Engine, how: Recipe | None = None, lease: int = 7, begun: PartialGroup | None = None
@@ -61,7 +61,7 @@ class Scene:
         self.going = asyncio.ensure_future(self.samples.run())
 
     async def left_after(self, steps: int) -> PartialGroup:
-        """Leave after so many tokens."""
+        """Leave after ``steps`` tokens."""
         await self.engine.steps(steps)
         leave(self.engine, self.held)
         await self.engine.steps()
@@ -74,7 +74,7 @@ class Scene:
         return self.samples.payload()
 
     def stay(self) -> None:
-        """It could not leave: it goes on here."""
+        """Continue here, because the group could not leave."""
         self.held.leaving = False
         self.going = asyncio.ensure_future(self.samples.run())
 
@@ -104,12 +104,13 @@ async def test_a_group_that_moved_twice_keeps_its_first_origin() -> None:
 
 
 async def test_a_real_model_goes_on_with_the_tokens_as_they_were_first_sampled() -> None:
-    """The same weights, so the tokens of one that stayed; what was written keeps its log-probabilities bit by bit."""
+    """The weights are equal, so the tokens match those of a group that stayed; written tokens keep their
+    log-probabilities bit by bit."""
     stayed = await Scene(transformer(), recipe(most=24)).done()
     begun = await Scene(transformer(), recipe(most=24)).left_after(steps=6)
     moved = await Scene(transformer(), recipe(most=24), lease=9, begun=begun).done()
     same(moved, stayed, but="logprobs")
-    np.testing.assert_allclose(moved.logprobs, stayed.logprobs, atol=1e-4)  # the rest was read in by one pass
+    np.testing.assert_allclose(moved.logprobs, stayed.logprobs, atol=1e-4)  # one prefill pass read the prefix
     first = np.cumsum([0, *moved.lengths])
     starts = np.cumsum([0, *begun.payload.lengths])
     for sample, (start, end) in enumerate(pairwise(starts)):
@@ -163,7 +164,8 @@ async def test_what_has_ended_is_not_written_again() -> None:
 
 @pytest.mark.parametrize("steps", [4, 12, 20])
 async def test_redundant_samples_travel_along_and_the_first_to_end_are_the_group(steps: int) -> None:
-    """Six are started, four are wanted: those that ended first, wherever that was; nothing of the other two."""
+    """Six samples start and four are needed: the group is the first four to finish, wherever they did; the other two
+    add nothing."""
     stayed = await Scene(simulated(), recipe(started=6)).done()
     begun = await Scene(simulated(), recipe(started=6)).left_after(steps)
     assert begun.payload.num_samples == 6
@@ -200,7 +202,8 @@ async def test_told_to_leave_before_it_began_it_begins_nothing() -> None:
 
 
 async def test_an_interrupt_on_the_way_out_ends_the_group_here() -> None:
-    """Told to leave, and then to finish with the tokens so far: each sample has one at least, none is written on."""
+    """The group is ordered to leave, then to finish with its tokens so far: each sample has at least one, and none gets
+    more."""
     scene = Scene(simulated(slots=2))
     await scene.engine.steps(3)
     leave(scene.engine, scene.held)

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""A worker process with a real model among real servers, and how it ends."""
+"""A worker process with a real model works among real servers and ends cleanly."""
 
 import asyncio
 import itertools
@@ -73,7 +73,7 @@ def configured(run_dir: Path, model: Path, **rollout: Any) -> Config:
 
 @contextmanager
 def process(*words: str) -> Iterator[subprocess.Popen[str]]:
-    """``staleflow ...`` until the end of the test at the latest."""
+    """Run ``staleflow ...`` until the end of the test at the latest."""
     command = [sys.executable, "-m", "staleflow.cli", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
         try:
@@ -90,7 +90,7 @@ def servers(run_dir: Path) -> Iterator[None]:
 
 
 async def publish(scheduler: Client, model: Any) -> None:
-    """Be the trainer for as long as it takes to publish version 0."""
+    """Act as the trainer until version 0 is published."""
     found = await attach(scheduler, Attach(worker=ME, name="trainer", role="trainer"), parameters=True)
     term = (await scheduler.ask(Join(trainer=ME, lineage=Lineage(0), version=Version(0)), JoinReply)).trainer_term
     publisher = Publisher(found.parameters, worker=ME)
@@ -100,7 +100,7 @@ async def publish(scheduler: Client, model: Any) -> None:
 
 
 async def take(address: str, count: int) -> list[tuple[StageItem, GroupPayload]]:
-    """The first groups that a stage gets to see."""
+    """Take the first groups that a stage receives."""
     shard = Client(address, worker=ME)
     taken: list[tuple[StageItem, GroupPayload]] = []
     async with asyncio.timeout(60):
@@ -115,7 +115,7 @@ async def take(address: str, count: int) -> list[tuple[StageItem, GroupPayload]]
 
 
 def check(model: Any, prompt: str, payload: GroupPayload) -> None:
-    """What was pushed is what the published weights say about it."""
+    """Check that the pushed log-probabilities are those of the published weights."""
     from staleflow.examples.quickstart.model import character_tokenizer
 
     prompt_ids = character_tokenizer()(prompt)["input_ids"]
@@ -159,7 +159,7 @@ def test_a_signal_ends_a_worker_that_waits_for_its_run(tmp_path: Path) -> None:
 
 
 class Broken(SimulatedEngine):
-    """Fails at its first step, with whatever it has been given."""
+    """An engine that fails at its first step, for every request."""
 
     def step(self) -> list[Trajectory]:
         raise MemoryError("Unable to allocate 8 GiB")

@@ -1,4 +1,4 @@
-"""A worker whose groups leave and arrive, between a scheduler, a shard and an engine over real sockets."""
+"""Groups leave a worker and arrive at it, between a scheduler, a shard and an engine over real sockets."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,18 +25,18 @@ ONE = Yield(lease=LeaseId(1))
 
 
 def long() -> Paced:
-    """Samples that do not end before a test is over."""
+    """An engine whose samples do not finish during a test."""
     return Paced(tokens=10**5, sigma=0.0, step_s=2e-3)
 
 
 def another(folder: Path) -> Path:
-    """For the sockets of a second scene."""
+    """Create a folder for the sockets of a second scene."""
     (folder / "2").mkdir()
     return folder / "2"
 
 
 async def written(play: Play, tokens: int = 40) -> None:
-    """Group 1 is under way."""
+    """Start group 1 and wait until it has some tokens."""
     await loaded(play)
     play.scheduler.order(assign(1))
     await until(lambda: play.engine.stats().generated_tokens > tokens)
@@ -114,7 +114,8 @@ async def test_groups_that_arrive_together_go_on_each_with_its_own(short_dir: Pa
 async def test_what_may_not_leave_goes_on_under_its_lease(
     short_dir: Path, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target is gone, the shard has no room or does not answer: nothing is lost, and nothing is written twice."""
+    """The target is gone, or the shard has no room or does not answer: no token is lost, and none is generated
+    twice."""
     monkeypatch.setattr(transfers, "PUT_TIMEOUT_S", 0.3)
     async with playing(short_dir, long()) as play:
         await written(play)
@@ -164,7 +165,7 @@ async def test_what_was_lost_on_the_way_is_begun_anew(short_dir: Path) -> None:
 
 
 async def test_what_newer_weights_than_the_loaded_ones_began_is_begun_anew(short_dir: Path) -> None:
-    """A sample's versions never fall."""
+    """The versions within a sample never decrease."""
     async with playing(short_dir, long()) as first:
         await written(first)
         first.scheduler.order(pull(1))
@@ -217,12 +218,12 @@ Left = tuple[PartialFrames, list[memoryview]]
 
 
 def another_origin(header: PartialFrames, frames: list[memoryview]) -> Left:
-    """The same samples, said to have begun under a lease that cannot be."""
+    """Return the same samples with an impossible lease as their origin."""
     return msgspec.structs.replace(header, origin=LeaseId(-1)), frames
 
 
 def another_token(header: PartialFrames, frames: list[memoryview]) -> Left:
-    """One token is another one, beyond any vocabulary."""
+    """Replace one token by a token beyond any vocabulary."""
     columns = {name: np.array(array) for name, array in arrays(header.frames, frames).items()}
     columns["token_ids"][0] = 2**31 - 1
     specs, changed = specs_and_frames(columns)
@@ -234,7 +235,8 @@ def another_token(header: PartialFrames, frames: list[memoryview]) -> Left:
 async def test_samples_that_another_worker_has_rewritten_end_neither_the_worker_nor_its_engine(
     short_dir: Path, change: Callable[..., Left], known: bool
 ) -> None:
-    """``known``: the one who rewrote them has told the scheduler so, as the worker that left them may."""
+    """``known``: the worker that rewrote the samples has reported the new digest to the scheduler, as their owner
+    may."""
     async with playing(short_dir, long()) as play:
         await written(play)
         play.scheduler.order(ONE)
@@ -253,7 +255,7 @@ async def test_samples_that_another_worker_has_rewritten_end_neither_the_worker_
 
 
 async def test_a_prefix_that_the_engine_refuses_costs_no_more_than_the_prefix(short_dir: Path) -> None:
-    """The group begins again; it is not taken for one that no engine can serve."""
+    """The group starts again; the worker does not report it as one that no engine can serve."""
     async with playing(short_dir, Strict(tokens=8)) as play:
         await loaded(play)
         header, frames = await prefix_of(short_dir)
@@ -265,7 +267,7 @@ async def test_a_prefix_that_the_engine_refuses_costs_no_more_than_the_prefix(sh
 
 
 class Strict(Paced):
-    """Has a vocabulary."""
+    """A paced engine with a vocabulary."""
 
     def submit(self, request: Request) -> None:
         check_request(request, context=10**6, vocabulary=256)
@@ -273,7 +275,7 @@ class Strict(Paced):
 
 
 async def prefix_of(folder: Path) -> Left:
-    """What another worker leaves of group 1."""
+    """Return the part of group 1 that another worker leaves."""
     async with playing(another(folder), long()) as first:
         await written(first)
         first.scheduler.order(ONE)

@@ -1,4 +1,4 @@
-"""The worker between a scheduler, a shard and an engine, over real sockets."""
+"""The worker serves a scheduler, a shard and an engine over real sockets."""
 
 import asyncio
 import threading
@@ -27,7 +27,7 @@ from tests.clients.rollout.peers import ME, Stage, assign, pull
 
 
 class Paced(SimulatedEngine):
-    """Fast, unless the test closes the gate or makes a step fail; refuses prompts of more than 20 tokens."""
+    """A fast engine, unless the test closes the gate or makes a step fail; rejects prompts of more than 20 tokens."""
 
     def __init__(self, tokens: float = 8, sigma: float = 0.3, step_s: float = 1e-4) -> None:
         super().__init__(Simulated(mean_tokens=tokens, sigma=sigma, k2=step_s), slots=16)
@@ -48,7 +48,7 @@ class Paced(SimulatedEngine):
 
 
 class Play:
-    """A worker at work among its peers."""
+    """A worker that runs among its peers."""
 
     def __init__(self, stage: Stage, worker: Worker, engine: Paced, runner: EngineThread) -> None:
         self.scheduler, self.shard, self.weights = stage.scheduler, stage.shard, stage.weights
@@ -119,7 +119,7 @@ async def test_groups_go_from_command_to_shard(short_dir: Path) -> None:
 
 
 async def test_a_command_that_comes_twice_is_obeyed_once(short_dir: Path) -> None:
-    async with playing(short_dir) as play:  # this scheduler repeats the last command in every answer
+    async with playing(short_dir) as play:  # this scheduler repeats the last command in every reply
         await loaded(play)
         for group in range(1, 4):
             play.scheduler.order(assign(group))
@@ -194,7 +194,7 @@ async def test_what_a_shard_calls_stale_is_thrown_away_and_counted(short_dir: Pa
         play.shard.codes = {1: [Code.STALE_LEASE], 2: [Code.STALE], 3: [Code.DUPLICATE], 4: [Code.BUSY, Code.BUSY]}
         await loaded(play)
         play.scheduler.order(*(assign(group) for group in range(1, 5)))
-        await until(lambda: 4 in play.shard.payloads)  # offered again until there is room
+        await until(lambda: 4 in play.shard.payloads)  # the worker retries until the shard has room
         await until(lambda: play.scheduler.held == [])
         assert list(play.shard.payloads) == [4]
         assert play.worker.counts == {"pushed": 2, "moved": 0, "discarded": 2, "released": 0, "loaded": 1}
@@ -334,7 +334,7 @@ async def test_an_engine_that_hangs_stops_the_renewals_and_goes_on_when_it_retur
         await until(lambda: play.runner.stuck_s() > STUCK_TIMEOUT_S)
         count = len(play.scheduler.reports)
         await asyncio.sleep(1.0)
-        assert len(play.scheduler.reports) <= count + 1  # this scheduler answers twenty times a second
+        assert len(play.scheduler.reports) <= count + 1  # this scheduler replies twenty times a second
         play.engine.gate.set()
         await until(lambda: 1 in play.shard.payloads and play.scheduler.held == [])
 

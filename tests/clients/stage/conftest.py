@@ -1,4 +1,4 @@
-"""The trainer's small model is the stages' too."""
+"""Fixtures of the stages, which share the trainer's small model."""
 
 from tests.clients.trainer.conftest import model_directory
 

@@ -12,7 +12,7 @@ from staleflow.protocols.wire.trajectory import GroupPayload
 from tests.clients.trainer.making import payload
 
 RAGGED = [(3, [4, 1, 7]), (6, [2, 0]), (1, [5, 5, 9, 3])]
-"""Prompt length, completion lengths."""
+"""Prompt length and completion lengths."""
 
 
 def going_on() -> bool:
@@ -24,7 +24,7 @@ def asked_to_end() -> bool:
 
 
 def group(number: int, prompt: int = 3, lengths: tuple[int, ...] = (4, 6)) -> StageGroup:
-    """A random group; the same number gives the same group."""
+    """Build a random group; the same number gives the same group."""
     return StageGroup(group=GroupId(number), row={}, payload=payload(number, list(lengths), prompt=prompt))
 
 
@@ -33,7 +33,7 @@ def ragged() -> list[StageGroup]:
 
 
 def sequences(made: GroupPayload) -> list[list[int]]:
-    """Prompt and completion of each sample."""
+    """Return prompt and completion of each sample."""
     parts = np.split(made.token_ids, np.cumsum(made.lengths)[:-1])
     return [[*made.prompt_ids.tolist(), *part.tolist()] for part in parts]
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The critic: values of the state before each token, targets, learning, and going on after a restart."""
+"""The critic values the state before each token, learns from its targets, and resumes after a restart."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ Make = Callable[..., Critic]
 
 @pytest.fixture
 def critic(model_directory: Path, tmp_path: Path) -> Iterator[Make]:
-    """Makes critics. With a seed the head says something; a fresh critic's is 0."""
+    """Build critics. With a seed the head returns non-zero values; a fresh critic returns 0."""
     made: list[Critic] = []
 
     def make(folder: Path = tmp_path, seed: int | None = 0, micro_tokens: int = 64) -> Critic:
@@ -85,7 +85,7 @@ def test_divergence_is_a_part_of_the_target_where_it_is_a_part_of_the_reward() -
 
 
 def told_apart(number: int) -> StageGroup:
-    """Half of the groups are right: those whose prompt begins with 1."""
+    """Half of the groups are correct: those whose prompt begins with 1."""
     one = group(number, lengths=(3, 5))
     one.payload.prompt_ids = one.payload.prompt_ids.copy()
     one.payload.prompt_ids[:] = number % 2
@@ -137,10 +137,10 @@ def test_a_restart_goes_on_as_if_there_had_been_none(critic: Make, tmp_path: Pat
 
 def test_a_killed_critic_goes_on_from_its_last_checkpoint(critic: Make, tmp_path: Path) -> None:
     killed = critic()
-    killed.accepted([group(n) for n in range(6)], going_on)  # three steps: a checkpoint
+    killed.accepted([group(n) for n in range(6)], going_on)  # three steps trigger a checkpoint
     expected = values(killed, ragged())
     killed.accepted([group(n) for n in range(2)], going_on)
-    killed._files.close()  # as the kernel does
+    killed._files.close()  # as the kernel does at a kill
     (tmp_path / "critic.part").write_bytes(b"half of a checkpoint")
     again = critic(seed=None)
     assert (again.steps, values(again, ragged())) == (3, expected)

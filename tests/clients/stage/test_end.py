@@ -1,4 +1,4 @@
-"""A stage worker ends with its run, also where nobody supervises it, and not before."""
+"""A stage worker ends with its run, even without a supervisor, and not earlier."""
 
 import asyncio
 from typing import Any, cast
@@ -12,7 +12,7 @@ from staleflow.protocols.wire.messages import Status
 
 
 class Scheduler:
-    """Answers in turn; the last answer again and again."""
+    """Send the given replies in order; repeat the last one."""
 
     def __init__(self, *answers: dict[str, Any] | None) -> None:
         self._answers = list(answers)

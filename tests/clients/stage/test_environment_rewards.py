@@ -1,4 +1,4 @@
-"""What the reward stage makes of groups that an environment wrote."""
+"""The reward stage scores groups that an environment wrote."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ REWARDS = Path(__file__).parents[1] / "user_code" / "rewards.py"
 
 
 def payload(**returned: list[float]) -> GroupPayload:
-    """Two samples: tokens 1 2 3, of which the policy wrote the first and the last, and 4."""
+    """Two samples: tokens 1 2 3, of which the policy wrote the first and the last, and token 4."""
     return GroupPayload(
         prompt_ids=np.array([9], np.int32),
         lengths=np.array([3, 1], np.int32),
@@ -30,7 +30,7 @@ def payload(**returned: list[float]) -> GroupPayload:
 
 
 async def rewards(function: str, group: GroupPayload, **row: float) -> StageOutcome:
-    """What the stage makes of one group of a row with these columns beside its prompt."""
+    """Return the rewards of one group whose row has these columns beside its prompt."""
     runner = RewardRunner(f"{REWARDS}:{function}", timeout_s=10.0, retries=0, concurrency=1) if function else None
     stage = RewardStage(runner, ids_as_text)
     try:

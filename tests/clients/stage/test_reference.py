@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The reference model's log-probabilities stand at the tokens that they are of."""
+"""The reference model's log-probabilities stand at the tokens that they belong to."""
 
 import shutil
 from pathlib import Path
@@ -29,7 +29,7 @@ def reference(directory: Path, micro_tokens: int = 24) -> Reference:
 
 
 def literally(directory: Path, sequence: list[int], prompt: int) -> list[float]:
-    """One token after another, each from a forward pass over nothing but what is before it."""
+    """Compute one token after another, each from a forward pass over only the tokens before it."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     model.eval()
     found: list[float] = []
@@ -58,7 +58,7 @@ def test_how_groups_are_cut_into_passes_does_not_matter(model_directory: Path) -
 
 
 def test_in_a_batch_the_column_stands_where_the_engines_log_probabilities_do(model_directory: Path) -> None:
-    """A reference that is the engine's model at the engine's temperature says the same at the same places."""
+    """With the engine's model and temperature, the reference returns the engine's values at the same positions."""
     groups = ragged()
     made = reference(model_directory).judge(groups, going_on)
     fetched: list[FetchedGroup] = []

@@ -1,4 +1,5 @@
-"""A stage of the user's own in its process: what it is given, what it may return, and what becomes of a bad one."""
+"""A user-defined stage runs in its own process: its inputs and outputs are checked, and a faulty stage fails by
+name."""
 
 import asyncio
 from collections.abc import AsyncGenerator

@@ -1,4 +1,4 @@
-"""A stage worker in a real service: what it makes of good groups, of bad ones, and what its death costs."""
+"""A stage worker in a real service returns good groups, reports bad ones, and loses no group when it dies."""
 
 import asyncio
 import signal
@@ -33,7 +33,7 @@ WEIGHTS = {"w": np.zeros(3, np.float32)}
 
 
 def trained_prompts(service: Service, steps: int) -> set[str]:
-    """The prompts of the next steps' batches, trained and committed."""
+    """Return the prompts of the next steps' batches, trained and committed."""
     prompts: set[str] = set()
     with TrainerClient(service.address) as trainer:
         attached = trainer.attach()
@@ -92,13 +92,13 @@ def packed(one: StageGroup) -> memoryview:
 
 
 def given(one: StageGroup, ticket: int) -> StageItem:
-    """What is said of a group whose packed payload is a frame."""
+    """Describe a group whose packed payload travels in a frame."""
     sha = sha256(packed(one)).hexdigest()
     return StageItem(group=one.group, lease=LeaseId(1), ticket=ticket, row={}, frames=[], sha=sha)
 
 
 class Shard:
-    """Has these groups for a stage, once."""
+    """Serve these groups to a stage once."""
 
     def __init__(self, *groups: StageGroup) -> None:
         self._groups = groups
@@ -130,13 +130,13 @@ async def test_a_stage_that_fails_names_the_groups_that_it_ends_at(caplog: pytes
 
 
 class Stream:
-    """Has groups 1, 2, ... without end for a stage that makes them one by one, with their numbers as tickets."""
+    """Serve groups 1, 2, ... without end to a stage that takes them one by one; each group's number is its ticket."""
 
     def __init__(self, enough: int) -> None:
         self._last = 0
         self._enough = enough
         self.over = asyncio.Event()
-        """So many groups are finished."""
+        """Set once ``enough`` groups are finished."""
         self.asked: list[GetStageWork] = []
         self.finished: list[int] = []
         self.most = 0
@@ -158,7 +158,7 @@ class Stream:
 
 
 class Slow:
-    """Makes every group at once but for group 2, which it never does."""
+    """Finish every group immediately except group 2, which never finishes."""
 
     together: ClassVar[bool] = False
 
@@ -180,13 +180,13 @@ async def test_a_slow_group_holds_up_its_own_place_only() -> None:
         await stream.over.wait()
     serving.cancel()
     assert sorted(stream.finished)[:20] == [1, *range(3, 22)]  # all but the slow one
-    assert stream.most == 3  # never more than its places
+    assert stream.most == 3  # never more groups than places
     assert stream.asked[0].held == []
-    assert all(2 in ask.held for ask in stream.asked[1:])  # it says that it goes on with it
+    assert all(2 in ask.held for ask in stream.asked[1:])  # it reports that it still works on group 2
 
 
 class Late(Stream):
-    """Answers each question long after it came, for want of groups or because it is far away."""
+    """Answer each request after a long delay, because groups are missing or the server is far away."""
 
     def __init__(self, waited_ms: int) -> None:
         super().__init__(enough=1)
@@ -218,7 +218,7 @@ async def test_an_answer_that_is_long_on_its_way_makes_the_next_one_smaller(
 
 
 class Whole(Slow):
-    """Makes what it gets together."""
+    """Finish the received groups together."""
 
     together: ClassVar[bool] = True
 

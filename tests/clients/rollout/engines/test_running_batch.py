@@ -1,4 +1,4 @@
-"""The running batch: rows join, leave and close ranks without mixing up whose tokens are whose."""
+"""Rows join and leave the running batch and close ranks without exchanging their tokens."""
 
 import numpy as np
 
@@ -54,7 +54,8 @@ def test_a_row_knows_where_its_tokens_stand() -> None:
 
 
 def test_an_interrupt_that_comes_with_the_last_token_cuts_nothing() -> None:
-    """Called interrupted, it would be asked for another token elsewhere, which no engine can write."""
+    """If the trajectory counted as interrupted, another engine would be asked for one more token, which no engine can
+    write."""
     rows = RunningBatch(2)
     for id in range(2):
         rows.join(ask(id), 2 + id, Lineage(0), Version(0))

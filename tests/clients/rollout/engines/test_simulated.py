@@ -1,4 +1,5 @@
-"""The engine without a model: time by the cost model, lengths and tokens by seed, and the contract of every engine."""
+"""The engine without a model follows the cost model, draws lengths and tokens by seed, and keeps every engine's
+contract."""
 
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from staleflow.protocols.wire.trajectory import Finish
 
 
 class Clock:
-    """Time that passes only in ``sleep``."""
+    """A clock that advances only in ``sleep``."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -53,7 +54,7 @@ def test_a_step_lasts_what_the_cost_model_says() -> None:
         engine.submit(ask(id))
     before = clock.now_s
     engine.step()
-    assert clock.now_s - before == pytest.approx(0.001 * 3 * 3 + 0.2 * 3 + 0.1)  # 3 tokens of each prompt are held
+    assert clock.now_s - before == pytest.approx(0.001 * 3 * 3 + 0.2 * 3 + 0.1)  # the cache has 3 tokens of each prompt
     engine.abort(1)
     engine.abort(2)
     before = clock.now_s
@@ -62,7 +63,8 @@ def test_a_step_lasts_what_the_cost_model_says() -> None:
 
 
 def test_its_counters_tell_what_a_step_costs() -> None:
-    """Tokens, steps and seconds between two looks: how many ran and how long a step took."""
+    """The difference of two readings (tokens, steps, seconds) gives the number of running requests and the time of a
+    step."""
     engine = build(slots=2, sigma=0, mean_tokens=10)
     for id in range(3):
         engine.submit(ask(id))
@@ -133,7 +135,7 @@ def test_an_interrupt_keeps_the_tokens_and_an_abort_forgets_them() -> None:
     engine.step()
     engine.interrupt(1)
     engine.abort(2)
-    engine.interrupt(3)  # takes the row that became free
+    engine.interrupt(3)  # starts in the row that became free
     assert [(t.id, len(t.token_ids), t.finish) for t in engine.step()] == [
         (1, 2, Finish.INTERRUPTED),
         (3, 1, Finish.INTERRUPTED),

@@ -1,4 +1,5 @@
-"""SimulatedLengths without a model: the distribution asked for, the same for the same seed, and half the prompt's."""
+"""SimulatedLengths needs no model: it draws the configured distribution, repeats it by seed, and derives half from the
+prompt."""
 
 import json
 import math
@@ -15,7 +16,7 @@ LONGEST = 16_384
 
 
 def drawn(simulated: Simulated, seed: int = 0) -> list[int]:
-    """One trajectory of each of many prompts."""
+    """Draw one trajectory for each of many prompts."""
     lengths = SimulatedLengths(simulated, seed)
     return [lengths.tokens(prompt, 7 * prompt, LONGEST) for prompt in range(MANY)]
 

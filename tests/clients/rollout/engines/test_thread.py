@@ -1,4 +1,4 @@
-"""The thread round an engine: order, loads, aborts, failure, and how a hang shows."""
+"""The engine thread keeps request order, loads weights, aborts requests, and reports failures and hangs."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ from tests.clients.rollout.engines.waiting import until
 
 
 class Gated(SimulatedEngine):
-    """Every step waits until the test lets it through."""
+    """An engine whose steps each wait until the test releases them."""
 
     def __init__(self, slots: int = 4, tokens: float = 5) -> None:
         super().__init__(Simulated(mean_tokens=tokens, sigma=0, k2=1e-4), slots=slots, sleep=lambda seconds: None)
@@ -49,7 +49,7 @@ def ask(id: int, tokens: int = 100) -> Request:
 
 
 async def begun(engine: Gated) -> None:
-    """The engine is inside a step, and stays there."""
+    """Wait until the engine is inside a step, where it stays."""
     await asyncio.to_thread(engine.inside.acquire)
 
 

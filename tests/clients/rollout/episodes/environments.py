@@ -1,4 +1,4 @@
-"""Environments, good and bad, for the tests of the rollout worker. Loaded by path in a child process."""
+"""Valid and faulty environments for the tests of the rollout worker. Child processes load this file by path."""
 
 import asyncio
 import importlib
@@ -15,7 +15,7 @@ from staleflow.clients.rollout.episodes.env_client import ChatError, Client, Epi
 
 
 class Dialogue:
-    """Two questions, the second one about the first answer; writes down what it heard, if it is told where."""
+    """Ask two questions, the second about the first answer; record the answers if a file is configured."""
 
     def __init__(self, turns: int = 2) -> None:
         self.turns = turns
@@ -31,7 +31,7 @@ class Dialogue:
 
 
 class Raw:
-    """Plain completions, each going on with the text so far; returns several numbers and no reward."""
+    """Plain completions, each of which extends the text so far; returns several numbers and no reward."""
 
     async def rollout(self, client: Client, row: Mapping[str, Any]) -> dict[str, float]:
         text, calls = str(row["prompt"]), 3
@@ -42,7 +42,7 @@ class Raw:
 
 
 class Tokens:
-    """Completions by token ids, so that the environment writes tokens itself."""
+    """Completions by token ids, so that the environment itself writes tokens."""
 
     async def rollout(self, client: Client, row: Mapping[str, Any]) -> None:
         prompt = [65, 66]
@@ -52,7 +52,7 @@ class Tokens:
 
 
 class Bad:
-    """After one good answer, whatever the row's ``prompt`` says."""
+    """Fail after one good answer, in the way that the row's ``prompt`` names."""
 
     async def rollout(self, client: Client, row: Mapping[str, Any]) -> Any:
         messages: list[Any] = [{"role": "user", "content": "hello"}]
@@ -112,7 +112,7 @@ def _exits_later() -> None:
 
 
 class Counting:
-    """The reward is the most episodes that were ever in this process at once."""
+    """The reward is the maximum number of concurrent episodes that this process has had."""
 
     def __init__(self) -> None:
         self.here = self.most = 0
@@ -127,7 +127,7 @@ class Counting:
 
 
 class Endless:
-    """Goes on until it is told that the episode is over, then says how far it came."""
+    """Continue until the server reports the end of the episode, then record the progress."""
 
     async def rollout(self, client: Client, row: Mapping[str, Any]) -> float | None:
         messages: list[Any] = [{"role": "user", "content": "go"}]
@@ -142,7 +142,7 @@ class Endless:
 
 
 class Refused:
-    """Makes calls that must be refused; the reward is the number of those that were, by the right name."""
+    """Make calls that must be refused; the reward is the number of calls refused with the right name."""
 
     async def rollout(self, client: Client, row: Mapping[str, Any]) -> float:
         hello = [{"role": "user", "content": "hello"}]
@@ -177,7 +177,7 @@ class Refused:
 
 
 class OpenAI:
-    """The same calls by the ``openai`` package."""
+    """The same calls through the ``openai`` package."""
 
     async def rollout(self, client: Client, row: Mapping[str, Any]) -> float:
         package: Any = importlib.import_module("openai")  # not a dependency

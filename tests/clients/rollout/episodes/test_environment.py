@@ -1,4 +1,4 @@
-"""Episodes of user code against an engine, through real processes and a real socket."""
+"""Episodes of user code run against an engine, through real processes and a real socket."""
 
 import asyncio
 import importlib.util
@@ -31,7 +31,7 @@ FILE = Path(__file__).parent / "environments.py"
 
 
 class Scene:
-    """Environments at work over a simulated engine at version 0."""
+    """Environments that run over a simulated engine at version 0."""
 
     def __init__(self, config: Config, tokens: float, group_size: int) -> None:
         self.engine = SimulatedEngine(Simulated(mean_tokens=tokens, sigma=0.3, k2=1e-4), slots=16)
@@ -69,7 +69,7 @@ async def playing(
 
 
 def spoken(payload: GroupPayload, sample: int) -> list[tuple[bool, bytes]]:
-    """The completion of a sample as runs of tokens: (written by the policy, its bytes)."""
+    """The completion of a sample as runs of tokens: (the policy wrote it, its bytes)."""
     start = int(payload.lengths[:sample].sum())
     here = slice(start, start + int(payload.lengths[sample]))
     mask, ids = payload.loss_mask[here], payload.token_ids[here]
@@ -201,7 +201,7 @@ async def test_episodes_beside_one_that_blocks_their_process_are_played_again() 
 
 
 async def outcomes(scene: Scene, prompts: Sequence[str]) -> list[str]:
-    """Play a group of each prompt, all at once; for each its reward or why it failed."""
+    """Play one group of each prompt concurrently; return each group's outcome: "good" or the reason for its failure."""
     groups = [scene.environments.produce(ActiveLease(assign(n)), {"prompt": p}) for n, p in enumerate(prompts, 1)]
     ended = await asyncio.gather(*groups, return_exceptions=True)
     assert all(isinstance(one, GroupPayload | EpisodeFailed) for one in ended), ended
@@ -220,7 +220,7 @@ async def test_an_episode_that_ends_its_process_fails_its_own_group_only(kind: s
 
 async def test_where_half_of_all_episodes_end_their_process_the_others_come_to_their_end() -> None:
     async with playing("Bad", group_size=1, processes=2) as scene:
-        prompts = ["exit", "exit", "good", "good"] * 4  # both processes have of either
+        prompts = ["exit", "exit", "good", "good"] * 4  # each process gets prompts of both kinds
         assert await outcomes(scene, prompts) == [EXITED, EXITED, "good", "good"] * 4
 
 

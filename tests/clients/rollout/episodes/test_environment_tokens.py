@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false
 # mypy: disable-error-code="no-untyped-call"
-"""What was sampled is what is trained: episodes of a real model, replayed through its own forward pass."""
+"""The sampled tokens are the trained tokens: episodes of a real model are replayed through its own forward pass."""
 
 import asyncio
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def one_thread() -> Iterator[None]:
 
 
 def model_of(version: int) -> Any:
-    """Other weights for each version, far from uniform so that a wrong token or position shows."""
+    """Build different weights for each version, far from uniform so that a wrong token or position shows."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(version)
@@ -64,7 +64,7 @@ def model_of(version: int) -> Any:
 
 
 class Heard:
-    """An episode, and what its environment wrote between the turns, token by token."""
+    """An episode, with the tokens that its environment wrote between the turns."""
 
     def __init__(self, runner: EngineThread, temperature: float, seed: int) -> None:
         sampling = Sampling(max_new_tokens=12, temperature=temperature)
@@ -86,7 +86,7 @@ class Heard:
 async def play(
     seed: int, temperature: float, turns: list[tuple[str, int, str | None, bool]]
 ) -> tuple[GroupPayload, list[Heard]]:
-    """Two episodes of these turns (tool's answer, max_tokens, stop, whether new weights come before it)."""
+    """Play two episodes of these turns (tool's answer, max_tokens, stop, whether new weights precede the turn)."""
     engine = TransformersEngine(model_of(0), [EOS_ID], slots=4, version=0)
     runner = EngineThread(engine)
     try:

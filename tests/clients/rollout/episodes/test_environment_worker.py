@@ -1,4 +1,4 @@
-"""A worker whose groups are an environment's: what goes wrong costs a group, by name, and work goes on."""
+"""A failure in an environment costs the worker one group, reported by name, and the worker continues."""
 
 import asyncio
 import re
@@ -36,7 +36,7 @@ def config() -> Config:
 
 @asynccontextmanager
 async def working(short_dir: Path, config: Config) -> AsyncGenerator[Stage]:
-    """A worker with the environment of ``config``, and its peers."""
+    """Run a worker with the environment of ``config``, and its peers."""
     stage = Stage(short_dir)
     runner = EngineThread(SimulatedEngine(Simulated(mean_tokens=8, sigma=0.3, k2=1e-4), slots=16))
     recipe = Recipe(group_size=2, started=3, sampling=Sampling(max_new_tokens=10_000), seed=3)

@@ -1,4 +1,4 @@
-"""An engine that writes when the test says so."""
+"""An engine that generates tokens only at the test's command."""
 
 import asyncio
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from staleflow.protocols.wire.trajectory import Finish
 
 
 class Stepped:
-    """An ``AsyncEngine`` over an ``Engine``; made inside a running event loop."""
+    """An ``AsyncEngine`` over an ``Engine``; construct it inside a running event loop."""
 
     def __init__(self, engine: Engine) -> None:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -33,14 +33,14 @@ class Stepped:
                 self.engine.abort(request.id)
 
     async def steps(self, count: int = 1) -> None:
-        """Write so many tokens of each, and let whoever waits for them go on."""
+        """Generate ``count`` tokens for each request and let the waiting tasks continue."""
         await settled()
         for _ in range(count):
             self._end(self.engine.step())
             await settled()
 
     async def until_idle(self) -> None:
-        """Write whatever there is to write."""
+        """Run until no request is running or waiting."""
         await settled()
         while self.engine.stats().running or self.engine.stats().waiting:
             await self.steps()
@@ -71,7 +71,7 @@ class Stepped:
         return 0.0
 
     async def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: the engine has no resources to release."""
 
     def _end(self, ended: list[Trajectory]) -> None:
         for trajectory in ended:
@@ -80,6 +80,6 @@ class Stepped:
 
 
 async def settled() -> None:
-    """Every task has gone as far as it can."""
+    """Wait until every task has run as far as it can."""
     for _ in range(12):
         await asyncio.sleep(0)

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The embedded engine against plain forward passes and ``model.generate`` of the same model."""
+"""The embedded engine matches plain forward passes and ``model.generate`` of the same model."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -216,14 +216,14 @@ def test_recompute_reads_what_runs_anew_and_keeps_its_tokens_as_first_sampled() 
         np.testing.assert_allclose(first.logprobs, forward_logprobs(old, prompt, token_ids[:6]), atol=1e-4)
         np.testing.assert_allclose(second.logprobs, forward_logprobs(new, prompt, token_ids)[6:], atol=1e-4)
     assert [[s.version for s in done[id].segments] for id in (4, 5)] == [[5], [5]]
-    engine.load(weights, Lineage(0), Version(6))  # with nothing to read anew
+    engine.load(weights, Lineage(0), Version(6))  # with no running sequence to recompute
 
 
 def over_kept_cache(old: Any, new: Any, prompt: list[int], written: list[int], token_ids: Any) -> Any:
-    """Log-probabilities of ``token_ids`` by the new weights over what the old ones left in the cache."""
+    """Log-probabilities of ``token_ids`` by the new weights over the old weights' cache."""
     cache = transformers.DynamicCache()
     sequence = torch.tensor([[*prompt, *written, *token_ids.tolist()]])
-    seen = len(prompt) + len(written) - 1  # the last token was drawn by the old weights and is read by the new
+    seen = len(prompt) + len(written) - 1  # the old weights drew the last token and the new weights read it
     with torch.inference_mode():
         old(input_ids=sequence[:, :seen], past_key_values=cache, use_cache=True)
         logits = new(input_ids=sequence[:, seen:-1], past_key_values=cache, use_cache=True).logits[0]
@@ -267,7 +267,7 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
 def test_weights_may_be_a_read_only_map_and_bfloat16_comes_as_bits() -> None:
     model, other = build("qwen3").bfloat16(), build("qwen3", seed=1).bfloat16()
     weights = {name: tensor.view(torch.uint16).numpy() for name, tensor in other.state_dict().items()}
-    del weights["lm_head.weight"]  # tied: once is enough
+    del weights["lm_head.weight"]  # the tensor is tied, so one copy is enough
     for array in weights.values():
         array.setflags(write=False)
     engine = TransformersEngine(model, [])
@@ -293,7 +293,8 @@ def test_an_interrupt_ends_a_trajectory_with_the_tokens_so_far_and_at_least_one(
 
 
 def test_its_counters_tell_what_a_step_costs() -> None:
-    """Tokens, decode steps and seconds between two looks: how many ran and how long a step took."""
+    """The difference of two readings (tokens, decode steps, seconds) gives the number of running requests and the step
+    time."""
     engine = TransformersEngine(build("qwen3"), [], slots=2)
     for id in range(3):
         engine.submit(ask(id, [1, 2, id], 6))
@@ -397,5 +398,5 @@ def test_few_free_rows_wait_for_more_unless_they_hold_all_that_waits() -> None:
     for _ in range(7):
         engine.step()
         seen.append((engine.stats().running, engine.stats().waiting))
-    assert seen[1] == (15, 4)  # one row is free, two are wanted
+    assert seen[1] == (15, 4)  # one row is free; the next group needs two
     assert seen[-1] == (4, 0)

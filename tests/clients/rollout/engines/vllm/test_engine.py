@@ -1,7 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""vLLM's real engine, on a CPU, against the trainer's forward passes of the same weights.
+"""vLLM's real engine on a CPU matches the trainer's forward passes of the same weights.
 
-One engine core serves most tests: each makes an adapter of its own over it and begins with an empty prefix cache.
+One engine core serves most tests: each test builds its own adapter over the core and starts with an empty prefix
+cache.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ from tests.clients.rollout.fidelity import (
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own, of which there are many
+    pytest.mark.filterwarnings("ignore"),  # vLLM itself emits many
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.xdist_group("vllm"),
     pytest.mark.timeout(300),
@@ -55,7 +56,7 @@ pytestmark = [
 
 SLOTS = 4
 LONG = list(range(4, 44)) + list(range(10, 50))
-"""A prompt of more than two KV blocks, so that the prefix cache has something to keep."""
+"""A prompt of more than two KV blocks, so that the prefix cache has a block to keep."""
 
 Make = Callable[..., Awaitable[Any]]
 
@@ -70,17 +71,18 @@ def configured(directory: Path, **model: Any) -> Config:
 
 
 async def end(engine: Any) -> None:
-    """Close it, and what a worker leaves to the end of its process, where vLLM would complain of it."""
+    """Close the engine, and also what a worker leaves to the exit of its process, because vLLM would complain about
+    it."""
     llm = engine._llm
     await engine.close()
-    await asyncio.sleep(0)  # this loop closes vLLM's sockets
+    await asyncio.sleep(0)  # let this loop close vLLM's sockets
     llm.engine_core.resources.ctx.destroy(0)
-    llm.shutdown = lambda timeout=None: None  # called once more when it is collected
+    llm.shutdown = lambda timeout=None: None  # the garbage collector calls it again
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
-    """The engine of a model directory with ``build()``'s weights."""
+    """Open the engine of a model directory with ``build()``'s weights."""
     directory = save(build(), tmp_path_factory.mktemp("model"))
     engine, encode = await open_vllm(configured(directory), directory)
     assert encode("ab").tolist() == [4, 5]
@@ -90,7 +92,7 @@ async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def make(opened: Any) -> AsyncIterator[Make]:
-    """Makes an adapter in some mode, of some class, with these weights as version 0. Nothing stops it by default."""
+    """Build an adapter of a given mode and class, with these weights as version 0. No token stops it by default."""
     made: list[Any] = []
 
     async def one(model: Any, on_update: str = "keep", kind: Any = None, stop_ids: Sequence[int] = ()) -> Any:
@@ -121,7 +123,7 @@ def versions(trajectory: Trajectory) -> list[tuple[int, int]]:
 
 
 def running(engine: Any, tasks: list[Any], tokens: int = 5) -> Awaitable[None]:
-    """Until the requests have written some tokens."""
+    """Wait until the requests have generated some tokens."""
     before = engine.stats().generated_tokens
 
     async def wait() -> None:
@@ -238,11 +240,11 @@ async def test_requests_that_wait_while_weights_change_are_written_by_the_new_on
 
 
 async def stale_prefix_delta(engine: Any, new: Any) -> float:
-    """How far from the new weights' own are the log-probabilities of a prompt whose prefix the old ones have cached."""
+    """Mean distance from the new weights' log-probabilities for a prompt whose prefix the old weights have cached."""
     await engine.generate(ask(0, LONG, 5))
     hits = engine._counters.prefix_hits
     await engine.generate(ask(1, LONG, 5))
-    assert engine._counters.prefix_hits > hits  # the cache works
+    assert engine._counters.prefix_hits > hits  # the prefix cache is in use
     kept = asyncio.ensure_future(engine.generate(ask(2, [5, 6], 150)))
     await running(engine, [kept])
     await engine.load(published(new), Lineage(0), Version(1))
@@ -258,7 +260,7 @@ async def test_the_prefix_cache_never_serves_a_prefix_of_another_version(make: M
 
 
 async def test_a_prefix_cache_that_knew_no_versions_would_show(opened: Any, make: Make) -> None:
-    """What the test above is worth: with one salt for all, the old keys and values are served."""
+    """Prove that the test above can fail: with one salt for all versions, vLLM serves the old keys and values."""
 
     class Unsalted(type(opened)):  # type: ignore[misc]
         _salt = property(lambda self: "one for all", lambda self, value: None)
@@ -283,7 +285,8 @@ async def test_a_prefix_goes_on_where_it_was_left_and_stays_as_first_sampled(mak
 
 
 async def test_what_is_to_go_on_elsewhere_ends_at_once_and_what_has_no_token_without_one(make: Make) -> None:
-    """Four run, the fifth and sixth wait; one of these has a prefix. Each goes on from there as if it had stayed."""
+    """Four requests run; the fifth and the sixth wait, one of them with a prefix. Each continues elsewhere as if it had
+    stayed."""
     model = build()
     engine = await make(model)
     alone = [await engine.generate(ask(10 + n, [4, 5], 30)) for n in range(SLOTS)]
@@ -361,7 +364,8 @@ async def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(ma
 
 @pytest.mark.parametrize("saying", [True, False])
 async def test_weights_that_vllms_own_loader_leaves_aside_are_named(saying: bool, tmp_path: Path) -> None:
-    """Its old ones would write on under the new version's label. Of three layers the first and the last are tied."""
+    """vLLM would generate with its old tensors under the new version's label. The first and last of three layers are
+    tied."""
     import torch
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -441,7 +445,7 @@ async def test_a_file_that_vllms_process_cannot_open_is_told_with_what_is_needed
 async def test_a_load_shows_as_stuck_while_a_parcel_hangs_and_not_while_it_gets_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each call of the engine core looks 100 s long, and the third parcel never returns."""
+    """Each call of the engine core appears to take 100 s, and the third parcel never returns."""
     from staleflow.clients.rollout.engines.vllm import weights as vllm_weights
     from staleflow.clients.rollout.engines.vllm.counters import Counters
     from staleflow.clients.rollout.engines.vllm.engine import VllmEngine
@@ -519,7 +523,7 @@ async def test_stats_are_the_engines_own_and_a_full_cache_preempts_without_harm(
     assert (after.running, after.waiting, after.kv_used) == (0, 0, 0)
     assert after.generated_tokens - before.generated_tokens == 400 * SLOTS
     assert 400 <= after.steps - before.steps <= 400 * SLOTS
-    assert after.preemptions > before.preemptions  # 1,600 tokens do not fit a cache of 1 MiB
+    assert after.preemptions > before.preemptions  # a cache of 1 MiB is too small for 1,600 tokens
     assert engine.tokens_per_s() > 0
     assert engine.busy_s() > 0
     assert engine.stuck_s() == 0
@@ -528,7 +532,7 @@ async def test_stats_are_the_engines_own_and_a_full_cache_preempts_without_harm(
 
 
 async def test_bfloat16_untied_and_fused_weights_load_and_what_breaks_is_told(tmp_path: Path) -> None:
-    """An engine core of its own, which is killed in the end."""
+    """This test opens its own engine core, because it kills the core at the end."""
     learner = build("llama", dtype="bfloat16")
     directory = save(learner, tmp_path)
     engine, _ = await open_vllm(configured(directory, dtype="bfloat16"), directory)
@@ -547,7 +551,7 @@ async def test_bfloat16_untied_and_fused_weights_load_and_what_breaks_is_told(tm
             assert delta.mean() < 0.05, delta.mean()
             assert {versions(sample)[0][0] for sample in samples} == {version}
         broken = published(learner)
-        broken["model.norm.weight"][:] = 0x7FC0  # not a number
+        broken["model.norm.weight"][:] = 0x7FC0  # NaN
         await engine.load(broken, Lineage(0), Version(3))
         with pytest.raises(EngineError, match="scores are not finite"):
             await engine.generate(ask(0, [5, 6], 3))
@@ -558,7 +562,7 @@ async def test_bfloat16_untied_and_fused_weights_load_and_what_breaks_is_told(tm
         again = type(engine)(engine._llm, engine._counters, engine._model, [], context=engine.context)
         await again.load(published(learner), Lineage(0), Version(4))
         (core,) = engine._llm.engine_core.resources.engine_manager.processes
-        assert os.getpgid(core.pid) == core.pid  # Ctrl-C in a terminal does not reach it
+        assert os.getpgid(core.pid) == core.pid  # Ctrl-C in a terminal must not reach it
         writing = asyncio.ensure_future(again.generate(ask(3, [5, 6], 400)))
         await running(again, [writing])
         os.kill(core.pid, signal.SIGKILL)

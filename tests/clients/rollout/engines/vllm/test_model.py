@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""What is checked before vLLM is started, without vLLM."""
+"""The checks that run before vLLM starts work without vLLM."""
 
 import os
 import sys
@@ -58,7 +58,7 @@ def test_a_skeleton_has_the_names_shapes_and_ties_of_the_model_and_no_weights(tm
         with pytest.raises(LoadError, match=r"model\.embed_tokens\.weight is missing"):
             check_weights(bones, weights)
     else:
-        check_weights(bones, weights)  # it is there under its other name
+        check_weights(bones, weights)  # the tensor exists under its other name
         assert one_name_each(bones, weights)["model.embed_tokens.weight"] is weights["lm_head.weight"]
     assert stop_ids(bones, open_tokenizer(tmp_path)) == [STOP]
 
@@ -141,7 +141,7 @@ def test_a_broken_torchvision_is_named_with_what_to_do() -> None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *, arguments: Exception | None = None, engine: Exception) -> None:
-    """A vLLM whose checks of its arguments, or whose engine, raise this."""
+    """Install a fake vLLM whose argument checks, or whose engine, raise this exception."""
 
     def create_engine_config(usage: str) -> str:
         if arguments is not None:

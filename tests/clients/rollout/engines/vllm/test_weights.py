@@ -1,4 +1,4 @@
-"""Where published tensors lie, told without vLLM."""
+"""The places of published tensors can be computed without vLLM."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ from tests.clients.weights.opened import open_files
 
 
 def read(path: str, place: Place) -> Any:
-    """As a worker would."""
+    """Read a tensor as a worker would."""
     _, dtype, shape, offset = place
     count = int(np.prod(shape, dtype=np.int64))
     return np.fromfile(path, np.dtype(dtype), count, offset=offset).reshape(shape)
@@ -27,7 +27,7 @@ def ours(parcel: Parcel) -> bool:
 
 
 def open_spools() -> int:
-    """Files of ours that this process has."""
+    """Count staleflow's spool files that this process has open."""
     return open_files("/memfd:staleflow-weights")
 
 

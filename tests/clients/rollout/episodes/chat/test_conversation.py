@@ -1,4 +1,4 @@
-"""Which tokens a call adds to an episode, by templates that render history in their own ways."""
+"""A conversation adds the right tokens per call, although each template renders history in its own way."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,8 @@ from staleflow.clients.rollout.episodes.chat.template import ByteChatTemplate, M
 
 
 class Forgetful(ByteChatTemplate):
-    """Ends a turn with ``.``, which is also the stop token, and leaves reasoning out of history as some models do."""
+    """A template that ends a turn with ``.``, also the stop token, and drops reasoning from history as some models
+    do."""
 
     def render(self, messages: Sequence[Message]) -> str:
         said = [(str(message["role"])[0], str(message["content"]).rpartition("</think>")[2]) for message in messages]
@@ -33,7 +34,7 @@ ANSWER = "<think>long thoughts</think> 4 "
 
 
 def after_one_turn(sampled: str) -> tuple[Conversation, NDArray[np.int32], list[Message]]:
-    """A conversation with one answer, its tokens so far, its messages."""
+    """Return a conversation with one answer, its tokens so far, and its messages."""
     conversation = Conversation(Forgetful())
     given = conversation.given([USER], ids(""), ended_itself=False)
     assert text(given) == "[u]hi.\n[a]"

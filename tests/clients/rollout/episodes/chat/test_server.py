@@ -1,4 +1,4 @@
-"""The HTTP server of the episodes, spoken to by plain sockets and by urllib."""
+"""The HTTP server of the episodes answers plain sockets and urllib."""
 
 import asyncio
 import json
@@ -81,7 +81,7 @@ async def test_what_is_wrong_with_a_call_is_an_error_in_the_shape_of_the_openai_
         try:
             found, body = await ask(server, path, key, data, method)
         except urllib.error.URLError:
-            assert status == 413  # the refusal may come while the client still sends
+            assert status == 413  # the server may refuse while the client still sends
         else:
             assert (found, body["error"]["code"]) == (status, code)
             assert sorted(body["error"]) == ["code", "message", "param", "type"]
@@ -103,7 +103,7 @@ async def test_a_connection_carries_one_call_after_the_other() -> None:
 
 
 async def test_two_calls_in_one_write_are_both_answered() -> None:
-    """The first is as long as what is read at once: the second lies ready when the first is answered."""
+    """The first request fills one read exactly, so the second is already buffered when the server answers the first."""
     async with serving() as server:
         key = server.open(echo)
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.base_url.split(":")[2].split("/")[0]))
@@ -172,7 +172,7 @@ def head(key: str, nbytes: int) -> bytes:
 
 
 async def rest(reader: asyncio.StreamReader) -> bytes:
-    """Everything up to the end of the connection, which must come."""
+    """Read until the end of the connection, which the server must close."""
     return await asyncio.wait_for(reader.read(), 30)
 
 
