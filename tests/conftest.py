@@ -1,4 +1,4 @@
-"""Async tests run on the loop that the product uses."""
+"""Async tests run on the event loop that the product uses."""
 
 import asyncio
 import shutil
@@ -16,7 +16,7 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Models that the tests build are kept for this session, and not among the user's."""
+    """Keep the models that tests build for this session, outside the user's own cache."""
     with pytest.MonkeyPatch.context() as patch:
         path = tmp_path_factory.getbasetemp().parent / "cache"
         patch.setenv("XDG_CACHE_HOME", str(path))

@@ -1,4 +1,4 @@
-"""Layering tests: imports only point down, the ledger is pure, torch stays in its adapters."""
+"""Imports only point to lower layers, the ledger is pure, and torch stays in its adapters."""
 
 import ast
 import subprocess
@@ -25,10 +25,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("staleflow.launch",),
     ("staleflow.cli",),
 )
-"""From the ground up. Packages of one floor do not import each other."""
+"""Floors, lowest first. Packages of one floor do not import each other."""
 
 OUTSIDE = ("staleflow.examples",)
-"""User code that is shipped: reached by import path from a configuration, imported by nobody."""
+"""Shipped user code: configurations reach it by import path, and no module imports it."""
 
 PURE = frozenset(
     {"__future__", "bisect", "collections", "dataclasses", "enum", "hashlib", "heapq", "itertools", "typing"}
@@ -46,7 +46,7 @@ def modules() -> Iterator[tuple[str, Path]]:
                 "servers",
                 "clients",
             }:
-                continue  # the links: each file is looked at once, in its real folder
+                continue  # these are links; each file is checked once, in its real folder
             dotted = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
             yield (dotted if folder == "staleflow" else f"staleflow.{dotted}"), path
 

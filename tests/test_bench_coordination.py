@@ -1,4 +1,4 @@
-"""What the coordination benchmark reckons, and a small version of what it promises; speeds are virtual."""
+"""The coordination benchmark computes the right bounds and keeps its guarantees at a small size; speeds are virtual."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def bench() -> Bench:
 
 
 def promised(table: Table) -> None:
-    """Nothing in a table breaks the bound or is thrown away."""
+    """Check that no line of a table breaks the bound or discards a group."""
     for line in table.lines:
         assert (line.values.get("violations", 0), line.values.get("discarded", 0)) == (0, 0), line.what
 
@@ -28,11 +28,12 @@ def of(table: Table, what: str) -> Line:
     return line
 
 
-# --- what is possible ------------------------------------------------------------------------------------------
+# --- bounds ----------------------------------------------------------------------------------------------------
 
 
 def test_the_workload_is_the_one_that_the_targets_were_measured_with() -> None:
-    """E[max of 64] 11,127 tokens, 12.4 ms each: 0.87 steps a minute at most; what is longer than two steps is 0.199."""
+    """E[max of 64] is 11,127 tokens at 12.4 ms each: at most 0.87 steps a minute; the share beyond two steps is
+    0.199."""
     config = world(FULL, "flat", "start", eta=1)
     lengths = bounds.drawn(config, 64 * 100)
     longest = bounds.batches(lengths, 64, 1)
@@ -70,8 +71,8 @@ def test_the_window_is_a_train_step_shorter_when_versions_are_out_after_it() -> 
 
 
 def test_what_outlasts_the_window_is_masked_and_more_where_nobody_knows_lengths() -> None:
-    """10 and 30 s, a window of 20 s, steps of 20 s: begun 10 s after a version the long one ends with a batch, and 10
-    of its 30 s are old. With 20 s beside it no moment suits both."""
+    """Trajectories of 10 and 30 s, a window of 20 s, steps of 20 s: a long one that starts 10 s after a version ends
+    with a batch, and 10 of its 30 s are too old. Beside a trajectory of 20 s, no start suits both."""
     assert bounds.masked_floor(np.array([10.0, 30.0]), 1.0, 20.0) == 0.25
     assert bounds.masked_floor_unknown(np.array([10.0, 30.0]), 1.0, 20.0, 20.0) == 0.25
     assert bounds.masked_floor(np.array([20.0, 30.0]), 1.0, 20.0) == 0.2
@@ -84,7 +85,7 @@ def test_a_group_is_as_old_as_the_steps_that_begin_before_its_end() -> None:
     assert bounds.freshest(lengths, 1.0, 20.0, early=True) == pytest.approx(1 / 3)
 
 
-# --- what is promised ------------------------------------------------------------------------------------------
+# --- guarantees ------------------------------------------------------------------------------------------------
 
 
 def test_the_token_bound_trains_at_nearly_full_speed_and_masks_no_less_than_it_must(bench: Bench) -> None:
@@ -146,7 +147,7 @@ def test_no_run_is_faster_than_its_bound(publish: str) -> None:
     assert best * 0.97 <= result.steps_per_min <= best * 1.001
 
 
-# --- what is printed -------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------
 
 
 def test_a_table_says_what_is_met_and_puts_it_aside_where_the_targets_were_not_meant() -> None:
@@ -161,7 +162,7 @@ def test_a_table_says_what_is_met_and_puts_it_aside_where_the_targets_were_not_m
 
 
 def last(table: Table) -> list[str]:
-    """The last cell of each line."""
+    """Return the last cell of each line."""
     return [row.split(" | ")[-1].strip(" |") for row in table.markdown().splitlines()[4:]]
 
 

@@ -1,4 +1,4 @@
-"""What the learning benchmark says of finished runs, and its tasks."""
+"""The learning benchmark evaluates finished runs correctly, and its tasks are sound."""
 
 import pytest
 
@@ -29,7 +29,7 @@ RUNS = [
 
 
 def test_a_run_is_compared_with_the_synchronous_one_of_its_seed_and_rate() -> None:
-    """Seeds begin with models of their own: 0.2 is little beside the first seed's 0.8, and near the second's 0.3."""
+    """Each seed starts with its own model: 0.2 is low beside the first seed's 0.8, and close to the second's 0.3."""
     found = gains(RUNS)
     assert found["sort", 1e-3, "trajectory", 4, "tis"] == pytest.approx([0.0, -0.1])
     assert found["sort", 1e-4, "trajectory", 2, "none"] == pytest.approx([0.0])
@@ -37,7 +37,7 @@ def test_a_run_is_compared_with_the_synchronous_one_of_its_seed_and_rate() -> No
 
 
 def test_a_correction_breaks_at_the_first_staleness_that_does_not_reach_the_synchronous_reward() -> None:
-    """A loss of 0.05 is noise and one of 0.1 is not; what comes after a break does not mend it."""
+    """A loss of 0.05 is noise and a loss of 0.1 is not; results after a break do not repair it."""
     assert breaks(RUNS) == {
         ("sort", 1e-3, "trajectory", "none"): (1, 2),
         ("sort", 1e-3, "trajectory", "tis"): (4, None),

@@ -1,4 +1,4 @@
-"""The bench of streaming compares like with like; in virtual time its target is met at every bound."""
+"""The streaming benchmark compares equal workloads; in virtual time it reaches its target at every bound."""
 
 from bench.streaming import BOUNDS, TARGET, rows
 

@@ -1,4 +1,4 @@
-"""docs/grafana/staleflow.json asks for nothing that the scheduler does not give out."""
+"""docs/grafana/staleflow.json queries only metrics that the scheduler exports."""
 
 import json
 import re
@@ -11,11 +11,11 @@ from staleflow.servers.scheduler.status.prometheus import FAMILIES, names
 
 BOARD: dict[str, Any] = json.loads((Path(__file__).parent.parent / "docs" / "grafana" / "staleflow.json").read_text())
 OWN_LABELS = {"instance"}
-"""Of Prometheus itself: which run a number is of."""
+"""The label that Prometheus adds: the run that a number belongs to."""
 
 
 def queries() -> Iterator[tuple[str, str, str]]:
-    """Title, expression and legend of every line."""
+    """Yield title, expression and legend of every line."""
     for panel in BOARD["panels"]:
         for target in panel.get("targets", ()):
             yield panel["title"], target["expr"], target["legendFormat"]

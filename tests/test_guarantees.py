@@ -1,4 +1,4 @@
-"""docs/consistency.md numbers what the service promises, and every number names tests that are there."""
+"""docs/consistency.md numbers the guarantees of the service, and every number names tests that exist."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ CITED = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 
 def guarantees() -> list[tuple[int, str, list[tuple[str, str]]]]:
-    """Number, sentence and cited tests (file, name) of each."""
+    """Return number, sentence and cited tests (file, name) of each guarantee."""
     found = LINE.findall(PAGE.read_text())
     return [(int(number), sentence, CITED.findall(cited)) for number, sentence, cited in found]
 

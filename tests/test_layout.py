@@ -36,7 +36,7 @@ def test_a_room_refuses_its_bare_name(room: str) -> None:
 
 
 def test_the_source_distribution_holds_what_wheel_and_image_are_made_of_and_nothing_else(tmp_path: Path) -> None:
-    """A checkout that lacks half of itself would be taken for one."""
+    """A source distribution with half of the checkout would pass for a whole one."""
     build = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)
     (archive,) = tmp_path.glob("*.tar.gz")
@@ -78,7 +78,7 @@ def test_the_wheel_holds_every_module_once_and_nothing_generic(wheel: Path) -> N
         assert sorted(n.removeprefix("staleflow/") for n in names if n.startswith(f"staleflow/{room}/")) == tracked
     assert {"staleflow/examples/starter/config.toml", "staleflow/examples/starter/reward.py"} <= set(
         names
-    )  # of staleflow init
+    )  # written by staleflow init
 
 
 @pytest.mark.xdist_group("wheel")

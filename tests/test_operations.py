@@ -1,4 +1,4 @@
-"""docs/operations.md tells of everything that a run can say to its operator."""
+"""docs/operations.md explains every message that a run can send to its operator."""
 
 import ast
 import re
@@ -18,14 +18,14 @@ LOUD = ("warning", "error", "exception", "critical")
 
 
 def nodes() -> Iterator[ast.AST]:
-    """All there is of the processes of a run."""
+    """Yield every syntax node of the code that runs in a run's processes."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield from ast.walk(ast.parse(path.read_text()))
 
 
 def messages() -> Iterator[str]:
-    """Every warning and error of a log, with ``…`` for what differs; those that are nothing else are left out."""
+    """Yield every warning and error of a log, with ``…`` for the variable parts; skip those that are only variable."""
     for node in nodes():
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"log.{level}" for level in LOUD}:
             found = (text for part in ast.walk(node.args[0]) if (text := said_by(part)))
@@ -33,7 +33,8 @@ def messages() -> Iterator[str]:
 
 
 def said_by(node: ast.AST) -> str:
-    """What a piece of code writes, with ``…`` for what differs; nothing when it is no text."""
+    """Return the text that a piece of code writes, with ``…`` for the variable parts; empty for code that is no
+    text."""
     match node:
         case ast.Constant(value=str(text)):
             return re.sub(r"%[-0-9.]*[a-z]", "…", text)
@@ -44,7 +45,7 @@ def said_by(node: ast.AST) -> str:
 
 
 def explained() -> Iterator[str]:
-    """The messages of the page's tables."""
+    """Return the messages in the page's tables."""
     section = PAGE.partition("## Messages of the logs")[2].partition("\n## ")[0]
     for line in section.splitlines():
         if line.startswith("| `"):
@@ -58,7 +59,7 @@ def test_every_warning_and_error_is_explained() -> None:
 
 
 def test_every_message_that_is_explained_is_written_by_somebody() -> None:
-    """By a log, or as an error that one takes over."""
+    """The source is a log, or an error that a log takes over."""
     told = list(explained())
     assert len(told) > 40, "void: the tables are not found"
     written = [text for node in nodes() if (text := said_by(node))]

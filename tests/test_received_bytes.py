@@ -1,4 +1,4 @@
-"""No byte that arrives becomes code: nothing in the source can do it. tests/process looks on live, by an audit hook."""
+"""No received byte becomes code: the source has no way to do it. tests/process checks live, with an audit hook."""
 
 import ast
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ CALLS = frozenset({"eval", "exec", "compile", "__import__"})
 LOADS = frozenset({"torch.load", "pickle.loads", "pickle.load", "joblib.load", "yaml.load", "yaml.unsafe_load"})
 SHELLS = frozenset({"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"})
 ARRAYS = frozenset({"np.load", "numpy.load", "np.loads", "numpy.fromstring"})
-"""Of arrays with objects inside, which are pickles."""
+"""Loaders of arrays with objects inside, which are pickles."""
 MODULES = frozenset(
     {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "jsonpickle"}
 )
 
 
 def dotted(node: ast.expr) -> str:
-    """``torch.load`` of ``torch.load(...)``; the empty string for what has no plain name."""
+    """Return ``torch.load`` for ``torch.load(...)``; return the empty string for a call without a plain name."""
     match node:
         case ast.Name(id=name):
             return name
@@ -30,7 +30,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def dangers(tree: ast.AST) -> Iterator[str]:
-    """What turns data into code, by line."""
+    """Yield each call that turns data into code, with its line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = dotted(node.func)

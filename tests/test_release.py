@@ -1,4 +1,4 @@
-"""What is released works where nothing else is: the tool without torch, from the wheel of the source distribution."""
+"""The release works on a bare machine: the tool runs without torch, from the wheel of the source distribution."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A configuration that needs nothing, written where a test wants it."""
+"""A complete minimal configuration, written where a test needs it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Writes a configuration file and returns its path."""
+    """Write a configuration file and return its path."""
 
     def to(text: str = MINIMAL, name: str = "run.toml") -> Path:
         path = tmp_path / name

@@ -1,4 +1,4 @@
-"""Lengths from a file: every row counts, and the one that is wrong is named."""
+"""A length trace uses every row of its file and names an invalid row."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where numbers may be read, and where they may not."""
+"""Metrics are readable on loopback, and beyond it only with a token or where the run has no secret."""
 
 from typing import Any
 

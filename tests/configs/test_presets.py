@@ -1,4 +1,4 @@
-"""Presets: the same keys in each, below the file that names one, above it when the command line does."""
+"""Presets set equal keys and rank below the file that names one; the command line is applied in order."""
 
 import tomllib
 from collections.abc import Iterator

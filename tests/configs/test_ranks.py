@@ -1,4 +1,4 @@
-"""Which rank a process is, and what a configuration allows."""
+"""The environment determines the rank of a process, and the configuration limits the ranks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The graph of stages: what comes after what, and what is refused before anything starts."""
+"""The graph of stages has an order, and an invalid graph is rejected before anything starts."""
 
 import pytest
 
@@ -25,7 +25,7 @@ makes = ["score:sample"]
 
 
 def with_stages(*given: str) -> str:
-    """A configuration with ``name needs makes`` a stage, lists with commas."""
+    """A configuration with ``name needs makes`` per stage; lists use commas."""
     text = MINIMAL
     for one in given:
         name, needs, makes = one.split(" ")

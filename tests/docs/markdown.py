@@ -1,4 +1,4 @@
-"""What tests need to know of a Markdown page: its blocks of code, its links, its headings."""
+"""Parts of a Markdown page for the tests: its blocks of code, its links, its headings."""
 
 import re
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ class Block:
 
 
 def pages() -> list[str]:
-    """Every page, as a path from the repository's root."""
+    """Return every page, as a path from the repository's root."""
     return [*TOP, *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
 
 
 def blocks() -> Iterator[Block]:
-    """Every fenced block of every page."""
+    """Yield every fenced block of every page."""
     for page in pages():
         yield from _blocks(page)
 
@@ -54,7 +54,7 @@ def _blocks(page: str) -> Iterator[Block]:
 
 
 def prose(page: str) -> str:
-    """The page without its blocks."""
+    """Return the page without its blocks."""
     inside = False
     kept: list[str] = []
     for line in (ROOT / page).read_text().splitlines():
@@ -66,17 +66,17 @@ def prose(page: str) -> str:
 
 
 def links(page: str) -> list[str]:
-    """Targets of the page's links and pictures."""
+    """Return the targets of the page's links and pictures."""
     return _LINK.findall(_INLINE.sub("", prose(page)))
 
 
 def inline(page: str) -> list[str]:
-    """Its pieces of inline code."""
+    """Return the page's inline code."""
     return _INLINE.findall(prose(page))
 
 
 def anchors(page: str) -> set[str]:
-    """What a link to a place in the page may name behind ``#``."""
+    """Return the names that a link into the page may use after ``#``."""
     found: set[str] = set()
     for title in re.findall(r"^#+ +(.+)$", prose(page), re.MULTILINE):
         plain = re.sub(r"[`*]|\]\([^)]*\)|\[", "", title).strip().lower()

@@ -1,4 +1,4 @@
-"""Every block of TOML is a configuration or a part of one; every block of Python compiles, and runs where it can."""
+"""Every TOML block is a configuration or a part of one; every Python block compiles, and runs where it can."""
 
 import ast
 import importlib
@@ -21,7 +21,7 @@ BASE: dict[str, Any] = {
     "prompts": {"path": "/somewhere/prompts.jsonl"},
     "reward": {"run": "somewhere:reward"},
 }
-"""What a part of a configuration is put into; a table of its own takes the place of the one here."""
+"""The rest of a configuration whose part a page shows; a table on the page replaces the table here."""
 NEEDED = {"prompts": {"path": "/somewhere/prompts.jsonl"}, "reward": {"run": "somewhere:reward"}}
 
 ELSEWHERE = {
@@ -29,7 +29,7 @@ ELSEWHERE = {
     "docs/tutorials/weights.md": "tests/servers/running.py",
     "docs/tutorials/streaming.md": "tests/clients/trainer/test_streaming.py",
 }
-"""Pages whose Python needs a service that runs, and the tests that do the same with one."""
+"""Pages whose Python needs a running service, and the tests that do the same with one."""
 
 ALL = list(blocks())
 
@@ -53,7 +53,7 @@ def test_toml_is_a_configuration_or_a_part_of_one(block: Block) -> None:
         whole["prompts"] = table["prompts"]
     try:
         consistent(decode({"security": {"keys": "/somewhere/keys"}} | whole))
-    except ConfigError:  # what goes without keys only
+    except ConfigError:  # configurations that are valid only without keys
         consistent(decode({"security": {"insecure": True}} | whole))
 
 
@@ -90,7 +90,7 @@ def test_what_is_tested_elsewhere_is_tested_there() -> None:
 
 
 def defined(name: str) -> list[Any]:
-    """What the pages call so."""
+    """Return the objects of that name that the pages define."""
     found = [run(block) for block in of("python") if block.page not in ELSEWHERE and f"def {name}(" in block.text]
     return [names[name] for names in found if name in names]
 

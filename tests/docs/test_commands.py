@@ -1,7 +1,7 @@
-"""Every command on a page is one: the verb exists, takes these options, and what it would load loads.
+"""Every command on a page is valid: its verb exists, takes these options, and its configuration loads.
 
-Long ones are not run here, but parsed by the command line itself; files that are in the repository are loaded with the
-overrides beside them.
+Long commands are not run here; the command line itself parses them. Files that are in the repository are loaded with
+the overrides beside them.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from staleflow.configs.loading.load import load
 from tests.docs.markdown import ROOT, Block, blocks, inline, pages
 
 BASE = ROOT / "configs" / "smoke.toml"
-"""Stands for a configuration that a page only names: yours."""
+"""Placeholder for the reader's own configuration, which a page only names."""
 SHELL = ("", "bash", "console", "sh", "text")
 OTHERS = {
     *(
@@ -42,14 +42,14 @@ OTHERS = {
     ),
     *("sbatch", "scp", "scontrol", "source", "squeue", "ssh", "tail", "tmux", "torchrun"),
 }
-"""First words that are no business of ours."""
+"""First words of commands that do not belong to staleflow."""
 ARGUMENTS = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
 
 
 def commands(block: Block) -> Iterator[tuple[str, str]]:
-    """The commands of a block, each with the error that the page says it answers, or nothing.
+    """Yield the commands of a block, each with the error that the page shows for it, or an empty string.
 
-    Where some lines start with ``$``, these alone are commands, and in a block of plain text no others are.
+    Where some lines start with ``$``, only these are commands, and plain-text blocks have no others.
     """
     lines = block.text.replace("\\\n", " ").splitlines()
     marked = block.language == "text" or any(line.startswith("$ ") for line in lines)
@@ -97,7 +97,7 @@ def test_commands_in_the_text_have_these_verbs_and_options(page: str) -> None:
 
 
 def examples(verb: str) -> Iterator[str]:
-    """Of a verb and of the verbs below it."""
+    """Return the examples of a verb and of its subcommands."""
     context = click.Context(cli)
     command = cli.get_command(context, verb)
     assert command is not None
@@ -128,7 +128,7 @@ def check(said: str) -> None:
 
 
 def parsed(words: list[str]) -> None:
-    """By the command line itself; configurations are loaded."""
+    """Parse with the command line itself; load configurations."""
     command, words, context = verb_of(words)
     files = [word for word in words if word.endswith(".toml") and (ROOT / word).is_file()]
     with command.make_context(command.name, list(words), parent=context) as made:
@@ -141,7 +141,7 @@ def parsed(words: list[str]) -> None:
 
 
 def missing(override: str) -> bool:
-    """An override that needs something only its reader has."""
+    """Return true for an override that needs something only the reader has."""
     return override.startswith(("model.", "rollout.simulated", "security.keys=")) and "/" in override
 
 
@@ -158,7 +158,7 @@ def verb_of(words: list[str]) -> tuple[click.Command, list[str], click.Context]:
 
 
 def named(words: list[str]) -> None:
-    """In the text of a page a command may be without its arguments."""
+    """A command inside a page's text may omit its arguments."""
     if words[0].startswith("-"):
         return
     command, rest, context = verb_of([word for word in words if word not in ("…", "...")])
@@ -168,7 +168,7 @@ def named(words: list[str]) -> None:
 
 
 def module(name: str, words: list[str]) -> None:
-    """It exists, and knows the options."""
+    """Check that the module exists and accepts the options."""
     if name == "venv":
         return
     spec = importlib.util.find_spec(name)

@@ -1,4 +1,4 @@
-"""Every link leads somewhere, on the repository's own pages and on the site."""
+"""Every link resolves, on the repository's own pages and on the site."""
 
 from pathlib import Path
 from urllib.parse import urlsplit

@@ -1,4 +1,4 @@
-"""Keys and metrics that a page names in its text are those of the code."""
+"""The keys and metrics that a page names in its text exist in the code."""
 
 import re
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ KEYS = {*keys(), *TABLES}
 KEY = re.compile(r"(\w+(?:\.\w+)+)(?: ?= ?\S.*)?")
 METRIC = re.compile(r"\w+(?:/\w+){1,2}")
 FILES = ("jsonl", "json", "key", "log", "md", "mdb", "py", "toml", "out", "part", "safetensors", "svg", "git")
-"""``metrics.jsonl`` is no key."""
+"""Suffixes of file names: ``metrics.jsonl`` is no key."""
 COLUMNS = {"reward/reward"}
-"""Of stages: no metrics."""
+"""Columns of stages, which are no metrics."""
 OURS = [page for page in pages() if page != "CHANGELOG.md"]
 
 
 def codes(page: str) -> Iterator[str]:
-    """Inline code; where a page puts the keys of other systems beside ours, that of the last column."""
+    """Yield inline code; on the page that puts other systems' keys beside staleflow's, only that of the last column."""
     if page != "docs/migrating.md":
         yield from inline(page)
         return
@@ -39,7 +39,7 @@ def test_keys_exist(page: str) -> None:
 
 
 def is_option(name: str) -> bool:
-    """``model.options.limit``: whatever the user's function takes."""
+    """``model.options.limit``: the user's function decides which options exist."""
     return name.rpartition(".")[0].endswith(".options")
 
 

@@ -1,4 +1,4 @@
-"""The pages that are made from the code are those that the code makes."""
+"""The generated pages match the output of the code."""
 
 import re
 from typing import get_args
@@ -41,7 +41,7 @@ def test_a_picture_is_well_formed_and_asks_for_nothing_from_elsewhere(fresh: dic
     for name, text in fresh.items():
         if name.endswith(".svg"):
             ElementTree.fromstring(text)
-            assert text.count("http") == 1  # its own namespace
+            assert text.count("http") == 1  # the SVG namespace
 
 
 def test_every_key_has_a_sentence() -> None:

@@ -1,6 +1,6 @@
-"""The pages become a site without a warning, and load nothing from another host.
+"""The pages build into a site without a warning, and load nothing from another host.
 
-The theme's own script would fetch mermaid for a diagram in its notation, so no page has one.
+The theme's own script would fetch mermaid for a diagram in mermaid notation, so no page has one.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""A model that an example built is copied by the next run; a different one is built."""
+"""The next run copies a model that an example built; a different model is built."""
 
 import json
 import logging

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""A model small enough for every test."""
+"""Fixtures of the trainer: a model small enough for every test."""
 
 from pathlib import Path
 from typing import Any
@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 VOCABULARY = 20
-"""Ten digits, eight signs, padding; 19 ends a completion."""
+"""Ten digits, eight signs, padding; token 19 ends a completion."""
 
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, 32 wide, random; a tokenizer of single characters."""
+    """Two random layers of width 32, and a tokenizer of single characters."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM

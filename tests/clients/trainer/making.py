@@ -25,7 +25,7 @@ def config(**trainer: Any) -> Config:
 
 
 def payload(seed: int, lengths: list[int], *, version: int = 0, prompt: int = 3) -> GroupPayload:
-    """A group of random tokens; each sample is written by one version."""
+    """A group of random tokens; one version writes each sample."""
     random, total = np.random.default_rng(seed), sum(lengths)
     return GroupPayload(
         prompt_ids=random.integers(0, 18, prompt).astype(np.int32),
@@ -52,21 +52,21 @@ def header(step: int, *, mask_below: int = -1) -> Batch:
 
 
 def members(step: int, *, groups: int = 3, lengths: tuple[int, ...] = (5, 9, 2, 7)) -> list[FetchedGroup]:
-    """The groups of a batch; the same step gives the same ones."""
+    """The groups of a batch; equal steps give equal groups."""
     return [
         FetchedGroup(group=GroupId(g), row={}, payload=payload(100 * step + g, list(lengths))) for g in range(groups)
     ]
 
 
 def share(step: int, rank: int, world: int, *, groups: int = 3) -> TrainBatch:
-    """What one rank trains of ``batch(step)``."""
+    """One rank's share of ``batch(step)``."""
     every = members(step, groups=groups)
     mine = shares([item.payload.num_tokens for item in every], world)[rank]
     return assemble(header(step), [every[place] for place in mine])
 
 
 def piece_shares(step: int, rank: int, world: int, size: int, *, groups: int) -> list[TrainBatch]:
-    """The same when the batch comes in pieces of so many groups."""
+    """One rank's shares when the batch arrives in pieces of ``size`` groups."""
     every, found = members(step, groups=groups), list[TrainBatch]()
     for start in range(0, groups, size):
         part = every[start : start + size]
@@ -76,5 +76,5 @@ def piece_shares(step: int, rank: int, world: int, size: int, *, groups: int) ->
 
 
 def batch(step: int, *, groups: int = 3, lengths: tuple[int, ...] = (5, 9, 2, 7)) -> TrainBatch:
-    """A whole batch of random groups; the same step gives the same batch."""
+    """A whole batch of random groups; equal steps give equal batches."""
     return assemble(header(step), members(step, groups=groups, lengths=lengths))

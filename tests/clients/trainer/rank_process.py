@@ -26,7 +26,7 @@ PATIENCE_S = 180.0
 
 
 def keep(trainer: TorchTrainer, leads: bool, file: str) -> None:
-    """What would be published now; every rank takes part."""
+    """Save the weights that would be published now; every rank takes part."""
     weights = {name: array.copy() for name, array in trainer.weights().items()}
     if leads:
         save: Any = np.savez
@@ -34,7 +34,7 @@ def keep(trainer: TorchTrainer, leads: bool, file: str) -> None:
 
 
 def streamed(trainer: TorchTrainer, parts: list[TrainBatch], step: int) -> StepResult:
-    """One step in pieces, of which the first was begun before, with another one, and given up."""
+    """Train one step in pieces, after a first attempt with another piece was started and abandoned."""
     trainer.begin()
     trainer.add(parts[-1], lambda: False, last=False)
     trainer.begin()
@@ -44,8 +44,8 @@ def streamed(trainer: TorchTrainer, parts: list[TrainBatch], step: int) -> StepR
 
 
 def main() -> None:
-    """Do what the task says; rank 0 writes what came of it."""
-    faulthandler.dump_traceback_later(PATIENCE_S)  # a rank that waits for ever says where
+    """Run the task; rank 0 writes the results."""
+    faulthandler.dump_traceback_later(PATIENCE_S)  # print the stack of a rank that hangs
     task: dict[str, Any] = json.loads(Path(sys.argv[1]).read_bytes())
     config = msgspec.convert(task["config"], Config)
     ranks = open_ranks(config.trainer.backend)
@@ -91,4 +91,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as every role: a torch that is torn down aborts now and then, a thread of its own still running
+    os._exit(0)  # as in every role: a torch teardown aborts at times, while one of its threads still runs

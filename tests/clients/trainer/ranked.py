@@ -1,4 +1,4 @@
-"""Several ranks as processes, each with its share of the same batches, and what came of it."""
+"""Several ranks as processes, each with its share of the same batches, and their results."""
 
 import json
 import os
@@ -18,7 +18,7 @@ LIMIT_S = 200.0
 
 
 def ranked(config: Config, directory: Path, folder: Path, nproc: int = 1, **task: Any) -> "Outcome":
-    """Train ``steps`` (and whatever else the task says) on ``nproc`` ranks; ends every process."""
+    """Train ``steps`` (and run the rest of the task) on ``nproc`` ranks; end every process."""
     folder.mkdir(parents=True, exist_ok=True)
     file, out = folder / "task.json", str(folder / "out")
     told = {"config": msgspec.to_builtins(config), "directory": str(directory), "out": out, **task}
@@ -26,7 +26,7 @@ def ranked(config: Config, directory: Path, folder: Path, nproc: int = 1, **task
     if "save" in task:
         Path(task["save"]).mkdir()
     processes: list[subprocess.Popen[bytes]] = []
-    spoken = [folder / f"rank-{rank}.txt" for rank in range(nproc)]  # a pipe that nobody reads would stop its rank
+    spoken = [folder / f"rank-{rank}.txt" for rank in range(nproc)]  # a full pipe without a reader would block its rank
     with socket.create_server(("127.0.0.1", 0)) as meeting:
         try:
             processes += [_start(rank, nproc, meeting, file, spoken[rank]) for rank in range(nproc)]
@@ -41,7 +41,7 @@ def ranked(config: Config, directory: Path, folder: Path, nproc: int = 1, **task
 
 
 def _start(rank: int, nproc: int, meeting: socket.socket, task: Path, spoken: Path) -> "subprocess.Popen[bytes]":
-    """The first rank takes over the socket: its port cannot be taken by anybody in between."""
+    """Pass the socket to the first rank, so that no other process can take its port in between."""
     host, port = meeting.getsockname()
     told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc}
     told |= {"MASTER_ADDR": host, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
@@ -59,7 +59,7 @@ def _start(rank: int, nproc: int, meeting: socket.socket, task: Path, spoken: Pa
 
 
 class Outcome:
-    """What the ranks did."""
+    """The results of the ranks."""
 
     def __init__(self, codes: list[int], said: list[str], out: Path) -> None:
         self.codes, self.said = codes, said
@@ -67,19 +67,19 @@ class Outcome:
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        """The values of each step; ``bad`` among them."""
+        """The values of each step, including ``bad``."""
         assert self.codes == [0] * len(self.codes), "\n".join(self.said)
         found: list[dict[str, Any]] = json.loads(self._out.with_suffix(".json").read_bytes())
         return found
 
     @property
     def weights(self) -> dict[str, Any]:
-        """What the last step ended with."""
+        """The weights after the last step."""
         return self._arrays(".npz")
 
     @property
     def saved(self) -> dict[str, Any]:
-        """What was published when the checkpoint was saved."""
+        """The weights that were published when the checkpoint was saved."""
         return self._arrays("-saved.npz")
 
     def _arrays(self, end: str) -> dict[str, Any]:

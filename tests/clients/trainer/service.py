@@ -46,7 +46,7 @@ lease_s = 5.0
 
 
 class Service:
-    """Every process of a run but the trainer. Leaving the context leaves nothing behind."""
+    """Every process of a run except the trainer. Leaving the context removes everything."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"p{n}"}) + "\n" for n in range(50)))
@@ -87,7 +87,7 @@ class Service:
         return self.start("trainer", "attach", "train", "--name", "trainer")
 
     def trace(self, ev: str) -> list[dict[str, Any]]:
-        """Events of one kind so far, whole lines only."""
+        """Events of one kind so far, from complete lines only."""
         try:
             lines = (self.run_dir / "trace.jsonl").read_bytes().split(b"\n")[:-1]
         except FileNotFoundError:
@@ -95,7 +95,7 @@ class Service:
         return [event for line in lines if (event := json.loads(line))["ev"] == ev]
 
     def wait_for(self, ev: str, count: int, timeout_s: float = 60.0) -> list[dict[str, Any]]:
-        """Until the trace holds so many events of a kind."""
+        """Wait until the trace holds ``count`` events of a kind."""
         deadline = time.monotonic() + timeout_s
         while len(found := self.trace(ev)) < count:
             assert time.monotonic() < deadline, f"{len(found)} of {count} {ev} in {timeout_s} s"
@@ -105,7 +105,7 @@ class Service:
 
 @contextlib.contextmanager
 def serving(*overrides: str) -> Generator[Service]:
-    """A service in a folder with a short path (a socket's may have 107 bytes)."""
+    """A service in a folder with a short path (a socket's path is limited to 107 bytes)."""
     folder = Path(tempfile.mkdtemp(prefix="sf-"))
     try:
         with Service(folder, *overrides) as service:

@@ -1,4 +1,4 @@
-"""Checkpoints are complete or absent, checked, and few."""
+"""Checkpoints are complete or absent, verified, and few."""
 
 from pathlib import Path
 
@@ -169,7 +169,7 @@ def test_a_fenced_trainer_neither_replaces_nor_removes_what_its_successor_saved(
     with pytest.raises(Overtaken, match="version 7 of lineage 1 lies at"):
         fenced.save(state(7), write)
     fenced.save(state(9), write)
-    fenced.tidy(state(5), Version(5))  # the run took that one, and it was slow
+    fenced.tidy(state(5), Version(5))  # the run chose that checkpoint, after a delay
     fenced.drop_after(state(5))
     assert [found for _, found in successor.newest()] == [state(9), state(7, lineage=1), state(5)]
     successor.tidy(state(7, lineage=1), Version(7))

@@ -1,4 +1,4 @@
-"""The trainer client against a real service: batches, versions, fences, and coming back."""
+"""The trainer client works against a real service: batches, versions, fences, and restarts."""
 
 import threading
 import time
@@ -19,13 +19,14 @@ from tests.clients.trainer.service import Service, serving
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    """One run for all tests but those that break it; each goes on where the run is, on its surviving lineage."""
+    """One run for all tests except those that break it; each test continues from the run's state, on its surviving
+    lineage."""
     with serving() as service:
         yield service
 
 
 def joined(service: Service, *, back: int = 0) -> TrainerClient:
-    """A trainer at the newest version, or so many versions before it."""
+    """A trainer at the newest version, or ``back`` versions before it."""
     trainer = TrainerClient(service.address)
     attached = trainer.attach()
     if trainer.join(attached.lineage, Version(max(attached.version, 0) - back)).version < 0:
@@ -92,7 +93,7 @@ def test_a_batch_is_what_engine_and_reward_made_of_its_rows(service: Service) ->
     assert batch.trained_tokens == int(batch.completion_lengths.sum()) > 0
     assert np.array_equal(batch.behavior_logprobs != 0, batch.token_versions >= 0)
     assert [row["prompt"] for row in batch.rows] == [f"p{group % 50}" for group in batch.group_ids.tolist()]
-    for row in range(6):  # the reward is the length of the ids, written out
+    for row in range(6):  # the reward is the length of the ids as text
         ids = batch.input_ids[row][batch.loss_mask[row]].tolist()
         assert batch.rewards[row] == len(" ".join(map(str, ids)))
 
@@ -135,7 +136,7 @@ def test_a_run_goes_back_to_an_older_kept_checkpoint_whose_weights_are_published
         lineage, older, newest = seen[0].lineage, Version(seen[0].step + 1), Version(seen[0].step + 3)
         assert trainer.checkpointed(lineage, older) == older
         assert trainer.checkpointed(lineage, newest, keep=2) == older
-        seen += train(trainer, trainer.version + 2)  # the parameter server deletes what no one needs then
+        seen += train(trainer, trainer.version + 2)  # the parameter server then deletes unneeded versions
     file = service.run_dir / "parameters" / f"{lineage}-{older}.bin"
     deadline = time.monotonic() + 30.0
     while file.exists():
@@ -153,7 +154,7 @@ def test_a_run_goes_back_to_an_older_kept_checkpoint_whose_weights_are_published
 def test_the_older_of_two_trainers_is_fenced_on_everything_it_does(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SLOT_VARIABLE, "of-the-trainer")  # the newer takes the name of the older, which is alive
+    monkeypatch.setenv(SLOT_VARIABLE, "of-the-trainer")  # the newer takes the name of the older, still alive
     with joined(service) as older:
         step = one(older).step
         with joined(service) as newer:
@@ -193,7 +194,7 @@ def test_a_trainer_that_waits_for_a_batch_can_be_interrupted() -> None:
         service.processes["rollout"].kill()
         threading.Timer(0.2, trainer.interrupt).start()
         rest = 0
-        for batch in batches:  # what was under way may still arrive
+        for batch in batches:  # batches under way may still arrive
             rest += 1
             trainer.commit(weights(batch.step + 1))
         assert rest <= 1
@@ -203,7 +204,8 @@ def test_a_trainer_that_waits_for_a_batch_can_be_interrupted() -> None:
 def test_a_newest_version_that_was_damaged_on_disk_is_published_again(
     returning: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No instance has it, so no batch can come before; also by a trainer that published it in an earlier life."""
+    """No instance has the version, so no batch can come first; a restarted trainer that published it earlier repeats
+    it, too."""
     monkeypatch.setattr("staleflow.clients.trainer.client.POLL_INTERVAL_S", 0.2)
     with serving("staleness.max_staleness=0") as service:
         service.processes["rollout"].kill()
@@ -224,7 +226,7 @@ def test_a_newest_version_that_was_damaged_on_disk_is_published_again(
 def test_a_newest_version_that_the_server_has_lost_is_published_again(
     returning: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A restart found nothing of it that it could read. Who came back with it does not know its batch."""
+    """After a restart the server cannot read the version. A trainer that restarted with it does not know its batch."""
     monkeypatch.setattr("staleflow.clients.trainer.client.POLL_INTERVAL_S", 0.2)
     with serving("staleness.max_staleness=0") as service:
         with joined(service) as trainer:
@@ -255,7 +257,7 @@ def end(service: Service, name: str) -> None:
 
 
 def damage(path: Path) -> None:
-    """One bit, as a disk does it."""
+    """Flip one bit, as a failing disk does."""
     data = bytearray(path.read_bytes())
     data[5] ^= 1
     path.chmod(0o644)

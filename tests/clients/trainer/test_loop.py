@@ -1,4 +1,4 @@
-"""The training loop's decisions, with a scripted backend and a client that only writes down what it is told."""
+"""The training loop decides correctly, with a scripted backend and a client that only records its calls."""
 
 import shutil
 import threading
@@ -25,7 +25,7 @@ from tests.clients.trainer.making import batch, config
 
 
 class Told:
-    """Answers as a service whose newest version is ``version``; remembers everything that is published."""
+    """A service whose newest version is ``version``; records every publication."""
 
     def __init__(self, version: int = -1, *, refuse: tuple[int, ...] = (), batches: int = 99) -> None:
         self.waited_s = 0.25
@@ -91,7 +91,7 @@ class Told:
 
 
 class Counting:
-    """Weights count the good steps; ``bad`` steps and the step that is ``stopped`` are given."""
+    """Weights count the good steps; ``bad`` lists the bad steps and ``stopped`` the step that is interrupted."""
 
     def __init__(self, bad: tuple[int, ...] = (), stopped: int = -1) -> None:
         self.count = 0
@@ -247,7 +247,7 @@ def test_where_no_checkpoint_is_whole_the_initial_model_is_one_as_long_as_the_ru
 
 
 def test_where_nothing_whole_is_left_the_trainer_is_refused_in_one_line_and_everything_stays(tmp_path: Path) -> None:
-    """Weights that can still be read are named: those of the newest directory whose model is whole."""
+    """The error names the weights that are still readable: those of the newest directory with an intact model."""
 
     class Model(Counting):
         def save(self, directory: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_step_whose_batch_was_taken_back_is_neither_saved_nor_the_end_of_the_r
 
 
 class Small(Counting):
-    """Has no room for step 3; ``can_save``: nor does another rank wait for it there."""
+    """A backend without memory for step 3; with ``can_save``, no other rank waits for it in that step."""
 
     def __init__(self, *, can_save: bool, disk: Exception | None = None) -> None:
         super().__init__()
@@ -441,7 +441,7 @@ def test_an_end_while_it_waits_for_a_batch_is_an_end_too(tmp_path: Path) -> None
 
 def test_it_comes_back_from_the_newest_checkpoint_on_the_lineage_that_survives(tmp_path: Path) -> None:
     loop(tmp_path, Told(batches=5), Counting()).run()
-    shutil.rmtree(tmp_path / "5")  # killed before it was asked to end
+    shutil.rmtree(tmp_path / "5")  # killed before the request to stop
     client = Told(version=5)
     loop(tmp_path, client, Counting()).run()
     assert client.told[0] == ("join", 1, 4)

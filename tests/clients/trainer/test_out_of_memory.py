@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""A step that does not fit: what is said, and what can still be saved."""
+"""A step that does not fit reports its cause, and saves every state that is still intact."""
 
 import weakref
 from pathlib import Path
@@ -57,8 +57,8 @@ def test_running_out_of_memory_names_step_batch_and_what_to_change(
 def test_what_is_saved_when_memory_ran_out_in_a_step_is_the_version_before_it(
     model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second pass of step 1 does not fit: the first one's gradient is no part of the checkpoint. It is let go, and
-    so is what the second one held."""
+    """The second pass of step 1 does not fit: the checkpoint excludes the first pass's gradient. The trainer releases
+    that gradient and the memory of the second pass."""
     settings = config(micro_tokens=20)
     trainer, clean = TorchTrainer(settings, model_directory), TorchTrainer(settings, model_directory)
     for one in (trainer, clean):
@@ -90,7 +90,8 @@ def test_what_is_saved_when_memory_ran_out_in_a_step_is_the_version_before_it(
 def test_an_optimizer_that_does_not_fit_names_what_would_and_saves_nothing(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first step allocates the moments, parameter by parameter: some weights have moved by then."""
+    """The first step of the optimizer allocates the moments parameter by parameter: some weights have moved when it
+    fails."""
     trainer = TorchTrainer(config(), model_directory)
 
     def too_much() -> None:

@@ -1,4 +1,4 @@
-"""The trainer as a process: killed, asked to end, fenced. Each time the run ends with every step done once."""
+"""A trainer process that is killed, stopped or fenced leaves a run that trains every step once."""
 
 import json
 import signal
@@ -25,7 +25,7 @@ def ended(trainer: "subprocess.Popen[bytes]", within_s: float = 60.0) -> int:
 
 
 def surviving_steps(service: Service) -> list[int]:
-    """Steps consumed, less those that a rollback took back."""
+    """Consumed steps, without those that a rollback revoked."""
     steps: list[int] = []
     lines = (service.run_dir / "trace.jsonl").read_bytes().splitlines()
     for event in map(json.loads, lines):

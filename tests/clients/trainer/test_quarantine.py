@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Groups that make a step raise are found and reported, and the step is taken without them."""
+"""Groups that make a step raise are found and reported, and the step is trained without them."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -109,7 +109,7 @@ def test_the_group_that_makes_a_step_raise_is_named_and_nothing_has_changed(
 
 @pytest.mark.parametrize("micro_tokens", [20, 4000])
 def test_a_loss_that_bears_no_group_is_at_fault_itself(model_directory: Path, users: str, micro_tokens: int) -> None:
-    """Also where no pass has two groups."""
+    """The rule also holds where no pass has two groups."""
     one = TorchTrainer(config(micro_tokens=micro_tokens, algorithm={"loss": f"{users}:broken"}), model_directory)
     with pytest.raises(Untrainable, match="no group of the batch can be trained, so the model or the algorithm") as no:
         one.train(batch(0), Step(0), going_on)
@@ -154,7 +154,7 @@ def test_a_group_that_makes_one_rank_raise_is_named_on_all_and_the_next_step_is_
 
 
 class Quarantining(Sealed):
-    """Seals the next batch without what is quarantined: batch n has the groups 10 n to 10 n + 3."""
+    """Seal the next batch without quarantined groups: batch n has the groups 10 n to 10 n + 3."""
 
     def __init__(self, batches: dict[int, int], *, patience: int = 8) -> None:
         super().__init__(batches)
@@ -174,7 +174,7 @@ class Quarantining(Sealed):
 
 
 class Fetching(MicroBatchStream):
-    """Groups are made up; those of ``foreign`` hold a token of another vocabulary."""
+    """Invent the groups; those of ``foreign`` hold a token of another vocabulary."""
 
     def __init__(self, sealed: Sealed, foreign: Sequence[int], rank: int, world: int, model: ModelLimits) -> None:
         client = cast(Client, sealed)
@@ -190,7 +190,7 @@ class Fetching(MicroBatchStream):
 
 
 class Foreign(Trainer):
-    """Fetches some groups of another vocabulary."""
+    """A trainer that fetches some groups of another vocabulary."""
 
     foreign: Sequence[int] = ()
 
@@ -202,7 +202,7 @@ class Foreign(Trainer):
 
 
 class Choosy(Recorded):
-    """Cannot train some groups, which ``GroupQuarantine`` makes known to every rank."""
+    """A backend that cannot train some groups, which ``GroupQuarantine`` announces to every rank."""
 
     def __init__(self, *untrainable: int, every: bool = False) -> None:
         super().__init__(together=True)
@@ -275,7 +275,7 @@ def test_a_trainer_that_has_failed_too_many_groups_is_told_so(tmp_path: Path) ->
 
 @pytest.mark.parametrize("stepping", STEPPING)
 def test_a_group_beyond_the_models_vocabulary_is_given_to_no_backend(tmp_path: Path, stepping: Any) -> None:
-    """A trajectory server took it before it knew the model."""
+    """A trajectory server accepted the group before it knew the model."""
     sealed, backend = Quarantining({0: 1, 1: 2}), Recorded(together=True)
     with Foreign(tmp_path, sealed) as client:
         client.model, client.foreign = ModelLimits(vocabulary=100), (12, 21)

@@ -1,4 +1,4 @@
-"""What a person is shown of the trained text."""
+"""The sample files show the trained text to a reader."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.clients.trainer.making import header, payload
 
 
 def trained(rewards: list[float], *, step: int = 7) -> TrainBatch:
-    """A group of completions of 2, 3, 4, ... tokens with these rewards, by version 5, and another one behind it."""
+    """A group of completions of 2, 3, 4, ... tokens with these rewards, by version 5, followed by another group."""
     first = payload(1, list(range(2, 2 + len(rewards))), version=5)
     first.stages["stage/reward/reward"] = np.array(rewards, np.float32)
     other = payload(2, [9, 9], version=6)

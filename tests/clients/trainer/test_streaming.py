@@ -1,4 +1,4 @@
-"""A trainer that streams, against a real service: pieces before the seal, the same after a death, a clean trace."""
+"""A streaming trainer gets pieces before the seal and the same pieces after a crash, with a clean trace."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ from tests.clients.trainer.service import Service, serving
 from tests.clients.trainer.test_process import ended, surviving_steps
 
 SLOW_ENGINE = ("rollout.simulated.k2=0.03", "trainer.streaming=true", "rollout.simulated.sigma=1.5")
-"""Groups come one by one: the first are in the trainer's hand long before the last."""
+"""Groups arrive one by one: the trainer has the first ones long before the last."""
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
 """With max_staleness 0, ledger, engine and trainer together are the synchronous algorithm, step by step.
 
-Beside them a loop in the plainest torch: no cache, no padding, no batches of ragged rows; a forward pass over the whole
-sequence for each token that is drawn, and AdamW over everything.
+The reference is a loop in the plainest torch: no cache, no padding, no batches of ragged rows; a forward pass over the
+whole sequence for each drawn token, and AdamW over everything.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ def settings(max_staleness: int, **algorithm: Any) -> Config:
 
 
 def reward(token_ids: Sequence[int]) -> float:
-    """Small digits are good, and so is an early end."""
+    """Reward small digits and an early end."""
     return sum(1.0 for token in token_ids if token < 7) / LONGEST + (0.5 if EOS in token_ids else 0.0)
 
 
@@ -55,7 +55,7 @@ def drawn(model: Any, prompt: Sequence[int], seed: int) -> list[int]:
 
 
 def by_hand(directory: Path) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
-    """GRPO, synchronous: weights and mean reward after each step."""
+    """Synchronous GRPO: weights and mean reward after each step."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     adam = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     stream, number = problems(), 0
@@ -102,11 +102,11 @@ def test_without_staleness_it_is_the_hand_written_synchronous_loop(
         assert values["reward"] == pytest.approx(mean, abs=1e-6)
         assert values["off_policy/max"] == 0
         assert apart(loop, weights) < 2e-5
-    assert apart(loop, start) > 5e-3  # steps of RATE each: it moved by far more than it may be off
+    assert apart(loop, start) > 5e-3  # steps of RATE each: the weights moved far more than the tolerance
 
 
 def test_with_staleness_it_is_not(model_directory: Path) -> None:
-    """The comparison would notice: the second step trains data that the first weights wrote."""
+    """The comparison can fail: the second step trains data that the first weights wrote."""
     loop = Loop(settings(1), model_directory, problems(), stop_ids=[EOS], debug=True)
     hand = by_hand(model_directory)
     for step in range(3):
@@ -127,7 +127,7 @@ def test_a_full_window_makes_every_batch_as_old_as_the_bound(model_directory: Pa
 def test_under_the_token_bound_trajectories_span_versions_and_what_is_too_old_is_masked(model_directory: Path) -> None:
     table = msgspec.to_builtins(settings(1)) | {"staleness": {"max_staleness": 1, "bound": "token"}}
     table["rollout"] |= {"max_new_tokens": 24}
-    often = [0, 1, 2, EOS]  # lengths vary widely: the long ones are overtaken
+    often = [0, 1, 2, EOS]  # lengths vary widely: newer versions overtake the long ones
     loop = Loop(msgspec.convert(table, Config), model_directory, problems(), stop_ids=often, decode_steps=1, debug=True)
     steps = [loop.step() for _ in range(12)]
     assert max(values["off_policy/max"] for values in steps) == 1

@@ -1,4 +1,4 @@
-"""A batch that is taken back while it lies ready is trained on no rank; one that was trained ends the trainer."""
+"""No rank trains a batch that is revoked while it waits; revoking a trained batch ends the trainer."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ Stepping = Callable[[Leader], Steps]
 
 
 class Sealed:
-    """A scheduler that answers with what is sealed: batches by step, of four groups each."""
+    """A scheduler that replies with the sealed batches by step, of four groups each."""
 
     def __init__(self, batches: Mapping[int, int]) -> None:
         self.batches = dict(batches)
@@ -84,7 +84,7 @@ def member(group: int) -> MemberRef:
 
 
 class Fetching(MicroBatchStream):
-    """Notes what it fetches, which is made up."""
+    """Record each fetch and invent its groups."""
 
     def __init__(self, sealed: Sealed, rank: int, world: int) -> None:
         super().__init__(cast(Client, sealed), [], TrainerTerm(1), size=2, rank=rank, world=world)
@@ -96,7 +96,7 @@ class Fetching(MicroBatchStream):
 
 
 class Trainer(TrainerClient):
-    """Joined at version 0; what it publishes is written down, or refused with ``no``."""
+    """A trainer joined at version 0; it records each publication, or raises ``no``."""
 
     def __init__(self, folder: Path, sealed: Sealed, *, rank: int = 0, world: int = 1) -> None:
         super().__init__(f"ipc://{folder}/nobody", rank=rank, world=world)
@@ -142,7 +142,7 @@ def test_a_batch_that_is_taken_back_while_the_one_before_is_trained_is_fetched_a
 def test_a_trainer_whose_batch_was_taken_back_looks_around_until_another_is_sealed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The groups of another one may wait for the room that a checkpoint makes."""
+    """The groups of the next batch may have to wait for the space that a checkpoint frees."""
     monkeypatch.setattr("staleflow.clients.trainer.client.POLL_INTERVAL_S", 0.01)
     sealed = Sealed({0: 1, 1: 2})
     with Trainer(tmp_path, sealed) as trainer:
@@ -177,7 +177,7 @@ def test_no_rank_takes_a_step_with_a_batch_that_was_taken_back_while_it_lay_read
         leader.load(None)
         for computed in stepping(leader)(trainer, 2, lambda: False):
             if computed.batch.step == 0:
-                for rank in range(1 if stepping is streamed else 2):  # pieces are fetched when rank 0 says which
+                for rank in range(1 if stepping is streamed else 2):  # rank 0 decides when pieces are fetched
                     sealed.wait_for(rank, 2)
                 sealed.batches[1] = 3
             trainer.commit(WEIGHTS)

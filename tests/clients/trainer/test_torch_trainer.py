@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The torch backend on a model of two layers: steps, their literal gradient, resuming, and what must not be trained."""
+"""The torch backend trains a two-layer model: steps, literal gradient, resuming, and data that must not be trained."""
 
 import dataclasses
 import json
@@ -165,7 +165,7 @@ def test_a_generation_config_that_its_library_would_refuse_to_save_goes_along(
 
 
 def test_small_steps_of_a_bfloat16_model_add_up(model_directory: Path) -> None:
-    """At this rate no single step moves a bfloat16 weight; sixteen in the master weights do."""
+    """At this rate no single step moves a bfloat16 weight; sixteen steps in the master weights do."""
     settings = msgspec.structs.replace(
         config(lr=2e-6), model=msgspec.convert({"dtype": "bfloat16"}, type(config().model))
     )
@@ -223,7 +223,8 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(model_direct
 def test_trajectories_that_were_cut_off_are_left_out_of_the_loss_and_of_what_it_is_divided_by(
     model_directory: Path, parts: int
 ) -> None:
-    """The step is that of the same rewards with those tokens masked, whole or in pieces; without the key it is not."""
+    """The step equals that of the same rewards with those tokens masked, whole or in pieces; without the key it
+    differs."""
     cut = np.arange(12) % 3 == 0
     whole, masked = dataclasses.replace(batch(0), cut=cut), batch(0)
     masked.loss_mask[cut] = False
@@ -253,7 +254,7 @@ def test_trajectories_that_were_cut_off_are_left_out_of_the_loss_and_of_what_it_
 
 
 class _Amid(OneRank):
-    """One of two ranks; of every count the other has one."""
+    """One of two ranks; the other rank adds one to every count."""
 
     def gather(self, values: Any) -> Any:
         return np.concatenate([values, np.ones_like(values)])
@@ -266,7 +267,7 @@ def all_cut(step: int) -> TrainBatch:
 def test_a_batch_without_a_trained_token_is_named_and_changes_nothing(
     model_directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """AdamW would go on with the momentum of the steps before, and with its weight decay."""
+    """AdamW would otherwise continue with the momentum of earlier steps and with its weight decay."""
     settings = config(mask_truncated=True, weight_decay=0.1)
     trainer, clean = TorchTrainer(settings, model_directory), TorchTrainer(settings, model_directory)
     for one in (trainer, clean):
@@ -348,7 +349,7 @@ def test_tied_weights_are_published_once_and_load_into_an_engine(model_directory
 
 
 def evaluating(directory: Path, folder: Path, prompts: list[str], reward: str) -> TorchTrainer:
-    """With some held-out prompts, of which the first five are used."""
+    """A trainer with some held-out prompts, of which it uses the first five."""
     from staleflow.clients.trainer.evaluation.factory import open_evaluation
 
     held_out = folder / "held_out.jsonl"
@@ -423,7 +424,7 @@ def test_a_checkpoint_of_another_backend_is_refused_and_its_writer_named(model_d
 def test_a_resumed_ddp_trainer_does_not_keep_the_initial_model(
     model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even among what only the reducer refers to. The other backends: ``test_backends``."""
+    """The reducer's own references are included. ``test_backends`` covers the other backends."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     ranks = ManyRanks(Place())
     try:

@@ -1,4 +1,4 @@
-"""Reward functions, good and bad, for the tests of the runner. Loaded by path in a child process."""
+"""Valid and faulty reward functions for the tests of the runner. Child processes load this file by path."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ _under_way = 0
 
 
 async def together(prompt: str, completion: str, *, folder: str) -> float:
-    """The calls that are under way at this moment; the first hundred wait for one another."""
+    """Return the number of calls under way at this moment; the first hundred calls wait for one another."""
     global _under_way
     _under_way += 1
     most = _under_way
@@ -59,7 +59,7 @@ _crowd = 0
 
 
 async def crowd(prompt: str, completion: str) -> float:
-    """1 if eight calls were under way at once, ever; 0 if they were not after a while."""
+    """Return 1 if eight calls were ever under way at once; return 0 if they were not after a while."""
     global _crowd, _under_way
     _under_way += 1
     for _ in range(1_000):
@@ -101,7 +101,7 @@ def hangs_once(prompt: str, completion: str, *, marker: str) -> float:
 
 def hangs_in_c(prompt: str, completion: str, *, marker: str) -> float:
     Path(marker).touch()
-    return float(re.match("(a+)+$", "a" * 32 + "b") is None)  # keeps the interpreter to itself, for minutes
+    return float(re.match("(a+)+$", "a" * 32 + "b") is None)  # holds the interpreter for minutes
 
 
 def starts_a_process(prompt: str, completion: str, *, marker: str) -> float:

@@ -1,4 +1,4 @@
-"""The reward runner: a user's function behind a process, a time limit and retries."""
+"""The reward runner executes a user's function behind a process, a time limit and retries."""
 
 import asyncio
 import logging
@@ -210,7 +210,7 @@ async def test_closing_ends_the_child() -> None:
 
 @pytest.mark.parametrize("name", ["hangs_for_good", "hangs_in_c", "starts_a_process"])
 def test_the_child_ends_with_a_parent_that_is_killed_and_so_does_what_it_started(name: str, tmp_path: Path) -> None:
-    """A hanging call does not keep it; that all end shows at a pipe that only they still hold."""
+    """A hanging call does not keep the child alive; a pipe that only these processes hold shows when all have ended."""
     script, marker = tmp_path / "parent.py", tmp_path / "marker"
     script.write_text(PARENT)
     reading, writing = os.pipe()
@@ -220,7 +220,7 @@ def test_the_child_ends_with_a_parent_that_is_killed_and_so_does_what_it_started
     assert parent.returncode == -signal.SIGKILL
     assert marker.exists()
     with os.fdopen(reading, "rb") as stderr:
-        assert stderr.read() == b""  # comes only when each of them has closed its copy, by ending
+        assert stderr.read() == b""  # end of file arrives only once every process has closed its copy, by ending
 
 
 PARENT = """

@@ -1,4 +1,4 @@
-"""Stages of a user's own, good and bad, for the tests. Loaded by path in a child process."""
+"""Valid and faulty user-defined stages for the tests. Child processes load this file by path."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from staleflow.clients.user_code.group import Group
 
 
 def both(group: Group, *, weight: float) -> dict[str, Any]:
-    """A value a sample and one a token, out of everything that a group has."""
+    """Return one value per sample and one per token, from all columns of a group."""
     given = group.columns["reward/reward"]
     return {
         "score": [weight * len(text) + float(reward) for text, reward in zip(group.completions, given, strict=True)],
@@ -45,7 +45,7 @@ def hangs(group: Group) -> dict[str, Any]:
 
 
 async def meets(group: Group, *, me: str, other: str, folder: str) -> dict[str, Any]:
-    """Waits a moment for the other stage to be in its call on a group of the same prompt; notes whether it was."""
+    """Wait a moment until the other stage is in its call on a group of the same prompt; record whether it was."""
     seen = Path(folder)
     (seen / f"{me}-{group.prompt}").touch()
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Which files this process has open."""
+"""The files that this process has open."""
 
 import os
 from contextlib import suppress
@@ -6,9 +6,10 @@ from pathlib import Path
 
 
 def open_files(prefix: str | Path) -> int:
-    """Descriptors of files whose path begins so, deleted ones among them; what other tests left open is not counted."""
+    """Count open files whose path begins with ``prefix``, including deleted ones; files that other tests left open do
+    not count."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of this look
+        with suppress(FileNotFoundError):  # the descriptor of this listing itself
             found += os.readlink(f"/proc/self/fd/{name}").startswith(str(prefix))
     return found

@@ -1,4 +1,5 @@
-"""A reader on another host: what comes as a delta is the version bit by bit, and what cannot comes whole."""
+"""A reader on another host rebuilds a version bit by bit from a delta, and pulls it whole where no delta is
+possible."""
 
 # pyright: reportPrivateUsage=false
 
@@ -32,7 +33,7 @@ Weights = dict[str, Array]
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers on another host than the server, over a link that is always slow, in small pieces."""
+    """Put readers on another host than the server, over a link that is always slow, in small pieces."""
     monkeypatch.setattr(mapped, "boot_id", lambda: "another host")
     monkeypatch.setattr(weights, "CHUNK_BYTES", 100_000)
     monkeypatch.setattr(weights, "SPAN_BYTES", 100_000)
@@ -42,7 +43,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[GetDelta]:
-    """Every delta that a server has made."""
+    """Record every delta that a server has made."""
     seen: list[GetDelta] = []
     make = Deltas.make
 
@@ -58,14 +59,14 @@ def first() -> Weights:
     random = np.random.default_rng(0)
     return {
         "frozen": random.random((300, 100), dtype=np.float32),
-        "bits": random.integers(0, 2**16, 300_001, dtype=np.uint16),  # bfloat16: NaNs, infinities and -0.0 among them
+        "bits": random.integers(0, 2**16, 300_001, dtype=np.uint16),  # bfloat16, including NaNs, infinities and -0.0
         "empty": np.zeros((0, 4), np.float32),
         "counts": np.arange(5, dtype=np.int64),
     }
 
 
 def moved(weights: Weights, step: int) -> Weights:
-    """A few bits of two tensors changed."""
+    """Change a few bits of two tensors."""
     after = {name: array.copy() for name, array in weights.items()}
     after["bits"][step::1000] ^= np.uint16(0x8001)
     after["counts"][0] = -step
@@ -93,7 +94,7 @@ def delta(*, base: int = 0, version: int = 1, offset: int = 0, nbytes: int = 64,
 
 
 async def publish(run: Run, *versions: Weights) -> None:
-    """One version after another, each but the first after a train step."""
+    """Publish one version after another, each but the first after a train step."""
     trainer = await run.trainer()
     await trainer.publish(0, versions[0])
     async with produced(run):
@@ -136,8 +137,8 @@ async def test_the_next_version_comes_as_what_changed(
     assert asked == []
     same(await pulled(puller, 1), after)
     assert {(ask.base_version, ask.version) for ask in asked} == {(0, 1)}
-    assert sum(ask.nbytes for ask in asked) < after["bits"].nbytes + 1000  # the frozen tensor is left out
-    assert await pinned(run) == {0: [], 1: ["reader.1"]}  # the base of the next one
+    assert sum(ask.nbytes for ask in asked) < after["bits"].nbytes + 1000  # without the frozen tensor
+    assert await pinned(run) == {0: [], 1: ["reader.1"]}  # the base of the next delta
 
 
 async def test_a_reader_that_is_behind_gets_one_delta_from_what_it_has(run: Run, asked: list[GetDelta]) -> None:
@@ -152,7 +153,7 @@ async def test_a_reader_that_is_behind_gets_one_delta_from_what_it_has(run: Run,
         for version in range(1, 5):
             await trainer.publish(version, versions[version], (await trainer.next_batch(version - 1)).batch)
     same(await pulled(puller, 4), versions[4])
-    assert {(ask.base_version, ask.version) for ask in asked} == {(0, 4)}  # kept for it, though two versions are kept
+    assert {(ask.base_version, ask.version) for ask in asked} == {(0, 4)}  # kept as its base, beyond keep_versions=2
     same(await pulled(puller, 4), versions[4])
 
 
@@ -208,12 +209,12 @@ async def test_a_base_that_somebody_looks_at_is_copied_beside_the_loop(
 
 
 def resident() -> int:
-    """Bytes of this process that lie in memory."""
+    """Resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_memory_for_a_version_is_given_as_it_is_written() -> None:
-    """Whoever fills all of it at once keeps every thread of a worker waiting, its heartbeat among them."""
+    """Filling all of it at once would block every thread of a worker, including its heartbeat."""
     before, nbytes = resident(), 1 << 28
     made = [remote.Remote()._take(nbytes), DirectReader(WorkerId("reader.1"))._memory(nbytes)]
     assert resident() - before < nbytes // 4

@@ -1,4 +1,5 @@
-"""Weights from the trainer's memory into a reader's: the same bytes, or those of the server."""
+"""A reader that gets weights from the trainer's memory has the same bytes as from the server, or falls back to the
+server."""
 
 # pyright: reportPrivateUsage=false
 
@@ -39,7 +40,7 @@ LARGE: dict[str, Array] = {
 
 @pytest.fixture(autouse=True)
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version of several spans, whose ends are no tensor's; and a machine that stands still is no reason to leave."""
+    """Cut a version into several spans that end inside tensors; a machine that stalls is no reason to fall back."""
     monkeypatch.setattr(direct, "SPAN_BYTES", 1_000_003)
     monkeypatch.setattr(direct, "ANSWER_TIMEOUT_S", 20.0)
     monkeypatch.setattr(direct, "SPAN_TIMEOUT_S", 20.0)
@@ -47,7 +48,7 @@ def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def trainer(run: Run) -> AsyncIterator[Trainer]:
-    """One that gives its newest version itself."""
+    """A trainer that serves its newest version itself."""
     trainer = await run.trainer()
     trainer.publisher.close()
     trainer.publisher = Publisher(run.where.parameters, worker=trainer.worker, direct=LOOPBACK)
@@ -112,7 +113,7 @@ async def test_only_the_newest_version_comes_from_the_trainer(run: Run, trainer:
 
 async def test_one_who_asks_for_what_was_just_replaced_is_told_at_once(run: Run, trainer: Trainer) -> None:
     await trainer.publish(0, WEIGHTS)
-    source(trainer).hold(WEIGHTS, Lineage(0), Version(1))  # a step later; the server has not heard of it yet
+    source(trainer).hold(WEIGHTS, Lineage(0), Version(1))  # one step later; the server does not know it yet
     began = time.monotonic()
     async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
         same(pulled, WEIGHTS, direct=False)
@@ -129,7 +130,7 @@ async def test_an_optimizer_that_moves_on_changes_nothing_of_what_readers_get(ru
 
 
 class OneByOne:
-    """Weights of which one tensor is in memory at a time."""
+    """Weights of which only one tensor is in memory at a time."""
 
     def items(self) -> Iterator[tuple[str, Array]]:
         for name, array in LARGE.items():
@@ -159,13 +160,13 @@ async def test_a_reader_that_dies_over_its_ask_keeps_nobody_else_waiting(run: Ru
     store = connect(source(trainer).endpoint)
     gone = Ask(group="gone", lineage=Lineage(0), version=Version(0), nbytes=3_400_074, card="")
     store.queue_push(ASKS, b"what is this?")
-    store.queue_push(ASKS, msgspec.json.encode(gone))  # and never joins its group
+    store.queue_push(ASKS, msgspec.json.encode(gone))  # this reader never joins its group
     async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
         same(pulled, LARGE, direct=True)
 
 
 def gone(store: direct.Store, number: int, version: int = 0) -> None:
-    """Put the ask of a reader that leaves without its answer."""
+    """Queue the request of a reader that leaves before its answer."""
     ask = Ask(group=f"gone-{number}", lineage=Lineage(0), version=Version(version), nbytes=132, card="")
     store.queue_push(ASKS, msgspec.json.encode(ask))
 
@@ -188,7 +189,7 @@ async def test_an_ask_that_nobody_waits_for_any_more_is_not_answered(
 ) -> None:
     await trainer.publish(0, WEIGHTS)
     monkeypatch.setattr(direct, "ANSWER_TIMEOUT_S", 3.0)
-    monkeypatch.setattr(direct, "CONFIRM_TIMEOUT_S", 4.5)  # those in line are too old by then
+    monkeypatch.setattr(direct, "CONFIRM_TIMEOUT_S", 4.5)  # queued requests are too old by then
     opened, begun = source(trainer), threading.Barrier(MAX_TRANSFERS + 1, timeout=10)
     served: list[str] = []
     answered = opened._answered
@@ -221,7 +222,7 @@ async def test_whoever_left_or_was_told_no_leaves_nothing_at_the_store(
     store = connect(source(trainer).endpoint)
     before = store.list_keys()
     gone(store, 1)
-    gone(store, 2, version=7)  # never was
+    gone(store, 2, version=7)  # a version that never existed
     async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
         same(pulled, WEIGHTS, direct=True)
     source(trainer).hold(WEIGHTS, Lineage(0), Version(1))
@@ -241,7 +242,7 @@ async def test_no_word_from_outside_ends_the_giving(run: Run, trainer: Trainer, 
 
 
 class Robbed:
-    """A store whose queue a stranger empties at once."""
+    """A store whose queue an intruder empties immediately."""
 
     def __init__(self, store: direct.Store) -> None:
         self.store = store
@@ -261,7 +262,7 @@ def test_a_stranger_who_takes_every_ask_does_not_keep_the_trainer_from_closing()
 async def test_a_trainer_that_dies_in_the_middle_leaves_the_server(
     run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "SPAN_TIMEOUT_S", 2.0)  # in which the trainer lets go of who has left
+    monkeypatch.setattr(direct, "SPAN_TIMEOUT_S", 2.0)  # the trainer drops lost readers after this time
     await trainer.publish(0, LARGE)
     take = direct.Group.take
 
@@ -340,11 +341,11 @@ def test_a_copy_that_is_being_given_is_not_written_over() -> None:
         before = held.data.tobytes()
         opened.hold({name: array + array.dtype.type(1) for name, array in WEIGHTS.items()}, Lineage(0), Version(1))
         assert held.data.tobytes() == before
-        assert opened._acquire(ask) is None  # not the newest any more
+        assert opened._acquire(ask) is None  # no longer the newest
         newest = opened._newest
         assert newest is not None
         opened.hold(WEIGHTS, Lineage(0), Version(2))
         assert opened._newest is not None
-        assert opened._newest.data is newest.data  # nobody took that one: its memory is used again
+        assert opened._newest.data is newest.data  # no reader took that version, so its memory is reused
     finally:
         opened.close()

@@ -1,4 +1,5 @@
-"""A publisher writes the server's file itself, from the second time on through a map: the bytes are right each time."""
+"""A publisher writes the server's file itself, from the second version on through a map, with the right bytes each
+time."""
 
 import asyncio
 import errno
@@ -34,7 +35,7 @@ def made(seed: int, rows: int = 300) -> dict[str, Array]:
 
 
 class Gathered:
-    """Weights that are never there all at once; the second comes when ``go`` is set."""
+    """Weights that are never in memory all at once; the second tensor arrives when ``go`` is set."""
 
     def __init__(self, weights: dict[str, Array], *, waits: bool = False) -> None:
         self._weights = weights
@@ -51,14 +52,14 @@ class Gathered:
 
 
 class File:
-    """A file of the server, and what a publisher wrote into it."""
+    """A file of the server, written by a publisher."""
 
     def __init__(self, path: Path, files: ServerFiles) -> None:
         self.path = path
         self.files = files
 
     def write(self, weights: dict[str, Array], *, gathered: bool = False) -> None:
-        """One version, which must be in the file afterwards."""
+        """Write one version and check that the file holds it."""
         places = layout(weights)
         digests = self.put(places, Gathered(weights) if gathered else weights)
         stored = self.path.read_bytes()
@@ -75,17 +76,17 @@ class File:
 
     @property
     def mapped(self) -> bool:
-        """By this process."""
+        """True while this process maps the file."""
         return f" {self.path.stat().st_ino} " in maps()
 
 
 def maps() -> str:
-    """What this process has mapped."""
+    """The memory maps of this process."""
     return Path("/proc/self/maps").read_text()
 
 
 def on(kind: str) -> Callable[[int], str]:
-    """Every file is on a file system of that type."""
+    """Report every file as on a file system of that type."""
 
     def of_any(_: int) -> str:
         return kind
@@ -141,7 +142,7 @@ def test_only_the_last_files_are_kept_and_nothing_after_the_end(
     for seed in range(3):
         for other in others:
             other.write(made(seed))
-    assert [other.mapped for other in others] == [False] * 4  # each was forgotten before its turn came again
+    assert [other.mapped for other in others] == [False] * 4  # each was evicted before its next turn
     assert open_files(tmp_path) == 2
     others[-2].write(made(3))  # one of the last two
     assert (others[-2].mapped, open_files(tmp_path)) == (True, 3)
@@ -263,7 +264,7 @@ def test_a_reader_keeps_none_of_what_is_deleted_when_it_maps_the_next(file: File
     for seed, one in enumerate((file, following)):
         one.write(made(seed))
         found = ManifestReply(manifest=layout(made(seed)), path=str(one.path), host=boot_id())
-        assert reader.map(found) is not None  # and nobody has a view of it any more
+        assert reader.map(found) is not None  # without any remaining view of it
         assert one.mapped
         if one is file:
             file.path.unlink()

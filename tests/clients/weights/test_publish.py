@@ -1,4 +1,4 @@
-"""How often a version is sent that is lost on its way, and what a publisher does without room."""
+"""A publisher resends a lost version while parts of it arrive, and waits where its own write finds no room."""
 
 import errno
 import os
@@ -26,14 +26,14 @@ from staleflow.protocols.wire.messages import (
 )
 
 WEIGHTS = {"scale": np.ones(1, np.float32), "a": np.zeros(1000, np.float32), "b": np.ones(1000, np.float32)}
-"""There are gaps between them in the file."""
+"""The file has gaps between these tensors."""
 REGISTERED = RegisterVersionReply(lineage=Lineage(0), version=Version(0))
 WORKER = WorkerId("trainer.1")
 
 
 class Server(Client):
-    """A parameter server on another host, without a network: the first ``lost`` uploads are not known any more once
-    ``after`` chunks have come; None: when they are committed."""
+    """A parameter server on another host, without a network. It forgets the first ``lost`` uploads after ``after``
+    chunks, or, with None, at their commit."""
 
     def __init__(self, *, lost: int, after: int | None) -> None:
         super().__init__("tcp://127.0.0.1:1", worker=WORKER)

@@ -1,4 +1,4 @@
-"""Weights published and pulled: mapped or in chunks they are the same bytes, or there is an error."""
+"""Published and pulled weights are the same bytes, mapped or in chunks, or the pull raises an error."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ LARGE: dict[str, Array] = {
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients that are on another host than the server, and use small chunks."""
+    """Put clients on another host than the server, with small chunks."""
     monkeypatch.setattr(mapped, "boot_id", lambda: "another host")
     monkeypatch.setattr(written, "boot_id", lambda: "another host")
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 100_000)
@@ -43,7 +43,7 @@ def reader(run: Run) -> Puller:
 
 
 def rot(path: Path) -> None:
-    """Another first byte, by nobody's hand: size and time of the file stay."""
+    """Change the first byte as bit rot does: size and time of the file stay."""
     stored, seen = path.read_bytes(), path.stat()
     path.chmod(0o644)
     path.write_bytes(bytes([stored[0] ^ 1]) + stored[1:])
@@ -100,7 +100,7 @@ async def test_both_ways_of_publishing_give_the_same_file(run: Run, monkeypatch:
 
 
 class OneByOne:
-    """Weights of which one tensor is in memory at a time: the one before is overwritten."""
+    """Weights of which only one tensor is in memory at a time: each overwrites the one before."""
 
     def __init__(self) -> None:
         self.passes = 0
@@ -121,7 +121,7 @@ async def test_weights_that_are_gathered_one_by_one_are_gone_through_once_a_vers
         monkeypatch.setattr(written, "boot_id", lambda: host)
     trainer, weights = await run.trainer(), OneByOne()
     await trainer.publish(0, weights)
-    assert weights.passes == 2  # the first time for their shapes too
+    assert weights.passes == 2  # the first pass also reads the shapes
     await trainer.publish(0, weights)
     assert weights.passes == 3
     async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
@@ -209,7 +209,7 @@ async def test_bytes_that_were_not_written_as_their_digests_say_are_served_to_no
     with monkeypatch.context() as patched:
         patched.setattr(ServerFiles, "write", torn)
         await trainer.publish(0, WEIGHTS)
-    for found in (CorruptWeights, Refused):  # the reader finds it, and from then on the server knows
+    for found in (CorruptWeights, Refused):  # the reader finds the damage, after which the server knows it
         with pytest.raises(found):
             await reader(run).pull(Lineage(0), Version(0))
     await trainer.publish(0, WEIGHTS)

@@ -1,4 +1,4 @@
-"""What a reader has in memory outlives a server that does not answer."""
+"""Weights in a reader's memory outlive a server that does not answer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def asked_for(version: int) -> GetManifest:
 
 
 class Server(Client):
-    """Has both versions, without a network, until it is gone: then no answer comes."""
+    """A server that has both versions, without a network, until ``gone``: then no answer arrives."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address, worker=READER)

@@ -1,4 +1,4 @@
-"""What is too large to pass a connection before its client believes it dead comes all the same, in smaller portions."""
+"""Data too large to pass a connection before the peer seems dead still arrives, in smaller portions."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -29,15 +29,15 @@ from tests.servers.slow_link import slow_link
 SLOW = 0.8e6
 """Bytes a second: a chunk of the largest size takes more than five seconds."""
 LARGE = {"w": np.random.default_rng(0).random(1 << 20, dtype=np.float32)}
-"""One such chunk."""
+"""One chunk of the largest size."""
 GROUPS, TOKENS = 8, 28_000
-"""Of half a megabyte each, all of which take five seconds."""
+"""Groups of half a megabyte each; together they take five seconds."""
 WITHIN_S = 40.0
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients are on another host than the servers."""
+    """Put clients on another host than the servers."""
     for module in (mapped, written, stage_worker):
         monkeypatch.setattr(module, "boot_id", lambda: "another host")
 
@@ -72,7 +72,7 @@ async def begun(make_run: Callable[..., Run]) -> tuple[Run, Trainer, Rollout]:
 
 
 async def pushed(shard: Client, rollout: Rollout, assigns: Sequence[Assign]) -> list[Result]:
-    """Through the shipped class, all of them waiting at once."""
+    """Push through the shipped class, with all groups queued at once."""
     results: list[Result] = []
     pusher = Pusher(shard, rollout.worker, lambda _, result: results.append(result))
     for assign in assigns:
@@ -109,7 +109,7 @@ async def test_groups_are_fetched_over_a_slow_link(make_run: Callable[..., Run])
 
 
 class Judge:
-    """Half of the samples are right, if they are what was written."""
+    """Check that groups arrive unchanged and score half of the samples as right."""
 
     together: ClassVar[bool] = False
 

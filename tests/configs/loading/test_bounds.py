@@ -1,4 +1,4 @@
-"""Every number and every string of the schema has bounds: what is beyond them is refused by name, not found out."""
+"""Every number and every string of the schema has bounds, and a value outside them is rejected by name at load time."""
 
 import math
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 
 
 def leaves(kind: kinds.Type, path: str = "") -> Iterator[tuple[str, kinds.Type, bool]]:
-    """(dotted key, its type, is it a list of that type) of all of the schema's own values."""
+    """Yield (dotted key, its type, true for a list of that type) for all of the schema's own values."""
     assert isinstance(kind, kinds.StructType)
     for field in kind.fields:
         key, listed = f"{path}.{field.name}".lstrip("."), isinstance(field.type, kinds.ListType)
@@ -41,7 +41,7 @@ def leaves(kind: kinds.Type, path: str = "") -> Iterator[tuple[str, kinds.Type, 
 
 
 def table_with(key: str, value: object) -> dict[str, Any]:
-    """The least configuration with ``value`` at ``key``."""
+    """Return the smallest configuration with ``value`` at ``key``."""
     *above, last = key.split(".")
     inner = {**REQUIRED.get(".".join(above), {}), last: value}
     for at in range(len(above), 0, -1):
@@ -52,7 +52,7 @@ def table_with(key: str, value: object) -> dict[str, Any]:
 
 
 def named(key: str, value: object) -> str:
-    """What a refusal of the value names."""
+    """Return the key that the rejection of the value names."""
     with pytest.raises(ConfigError) as refused:
         decode(table_with(key, value))
     return refused.value.what.replace("[0]", "")

@@ -1,4 +1,4 @@
-"""How an error says to install what is missing."""
+"""An error about a missing package names the command that installs it."""
 
 import shlex
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""User code by import path."""
+"""User code is loaded by import path."""
 
 from pathlib import Path
 

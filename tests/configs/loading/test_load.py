@@ -1,4 +1,4 @@
-"""Every way in which a configuration can be wrong is one line that names the key, the value and what is allowed."""
+"""Every invalid configuration is rejected in one line with the key, the value and the allowed values."""
 
 from pathlib import Path
 

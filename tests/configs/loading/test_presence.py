@@ -1,4 +1,4 @@
-"""What is not on this machine is named before anything starts."""
+"""Anything that this machine lacks is named before a process starts."""
 
 import importlib.util
 import json
@@ -181,7 +181,7 @@ def passed(prompt, completion, answer, tests_passed): return 1.0
 
 
 def test_a_reward_must_take_the_columns_of_the_prompts(write: Write, tmp_path: Path) -> None:
-    """The rows have a prompt and an answer, whether they come from a function or a file."""
+    """The rows have a prompt and an answer, from a function or from a file."""
     (tmp_path / "judge.py").write_text(REWARDS)
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     judge = f"reward.run={tmp_path}/judge.py"
@@ -255,7 +255,7 @@ def counted(prompt, completion, answer, seen=0.0):
 def test_a_reward_that_gives_no_number_for_a_real_row_is_named_with_what_it_gave(
     write: Write, tmp_path: Path, function: str, says: str
 ) -> None:
-    """Every group of the run would fail."""
+    """Such a reward would fail every group of the run."""
     judge = tmp_path / "judge.py"
     judge.write_text(TRIED)
     assert refused(write, f"reward.run={judge}:{function}", "reward.timeout_s=0.5") == (

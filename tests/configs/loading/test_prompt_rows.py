@@ -1,4 +1,4 @@
-"""Prompt sources: the same rows from a file or a function, and one clear line for everything that is none."""
+"""Prompt sources give the same rows from a file or a function, and one clear line for every invalid source."""
 
 import json
 from pathlib import Path

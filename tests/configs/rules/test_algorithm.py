@@ -1,4 +1,4 @@
-"""Keys of ``trainer.algorithm``: what goes together, and the user's own functions."""
+"""Keys of ``trainer.algorithm`` are checked against each other, and user functions are accepted."""
 
 from pathlib import Path
 

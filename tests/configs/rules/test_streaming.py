@@ -1,4 +1,4 @@
-"""What may not be trained in pieces is refused by name, before anything starts."""
+"""A configuration that cannot be trained in pieces is rejected by name before anything starts."""
 
 from typing import Any
 

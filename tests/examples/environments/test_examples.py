@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The shipped environments, and the model that one of them is shipped with."""
+"""The shipped environments work, and so does the model that one of them is shipped with."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ ROW = {"prompt": "4+8=", "answer": "12"}
 
 
 class Scripted(Client):
-    """A client whose policy says what the test wrote; ``None`` ends the episode there."""
+    """A client whose policy returns the scripted answers; ``None`` ends the episode."""
 
     def __init__(self, *answers: str | None) -> None:
         super().__init__("http://nowhere", "")

@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false
 # mypy: disable-error-code="no-untyped-call"
-"""The builder's model directory, opened as anybody opens one."""
+"""The builder's model directory opens like any other model directory."""
 
 from collections.abc import Iterator
 from inspect import unwrap

@@ -1,4 +1,4 @@
-"""The quickstart's arithmetic, its split and its reward."""
+"""The quickstart's arithmetic, its split and its reward are right."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The pretraining text: noisy in the share asked for, and never about held-out problems."""
+"""The pretraining text has the requested share of noise and never contains held-out problems."""
 
 from itertools import islice
 

@@ -1,4 +1,4 @@
-"""The stages of ``configs/stages.toml``."""
+"""The stages of ``configs/stages.toml`` make the columns that the configuration declares."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The judge against a real endpoint on loopback: the chat format, retries, time limit, what it makes of replies."""
+"""The judge works against a real endpoint on loopback: the chat format, retries, time limit, and parsing of replies."""
 
 import asyncio
 import json
@@ -18,11 +18,11 @@ from tests.clients.stage.judged import group
 
 KEY_VARIABLE = "STALEFLOW_TEST_JUDGE_KEY"
 Reply = tuple[int, str]
-"""Status and the assistant's words."""
+"""Status and the assistant's text."""
 
 
 class Endpoint:
-    """Speaks HTTP/1.1 and the chat format, one request a connection; ``answer`` gets each request's body."""
+    """An endpoint for HTTP/1.1 and the chat format, one request per connection; ``answer`` gets each request's body."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], Reply | None]) -> None:
         self._answer = answer
@@ -78,7 +78,7 @@ async def serving(answer: Callable[[dict[str, Any]], Reply | None]) -> AsyncGene
 
 
 async def judged(url: str, *numbers: int, **options: Any) -> list[StageOutcome]:
-    """What the shipped judge makes of groups, in the process of a stage."""
+    """Return the outcomes of the shipped judge for these groups, in the process of a stage."""
     given = Stage(
         name="judge",
         run="staleflow.examples.stages.judge:judge",
@@ -107,7 +107,7 @@ async def test_every_completion_is_asked_for_once_side_by_side_in_the_chat_forma
 
     async with serving(answer) as (endpoint, url):
         made = await judged(url, 1, 2, 3, best=20.0)
-    assert [scores(one) for one in made] == [[0.2, 0.3]] * 3  # 4 and 6 tokens over 20
+    assert [scores(one) for one in made] == [[0.2, 0.3]] * 3  # 4 and 6 tokens, divided by 20
     assert (len(endpoint.asked), endpoint.keys) == (6, {"Bearer a-secret"})
     assert endpoint.most > 1
     first = endpoint.asked[0]
@@ -146,7 +146,7 @@ async def test_an_endpoint_that_hangs_or_says_no_score_fails_the_group_with_the_
         (made,) = await judged(url, 1, timeout_s=0.2, retries=1, question="{prompt}")
     assert isinstance(made, Failed)
     assert "the stage judge raised" in made.why
-    assert len(endpoint.asked) == 4  # the time limit is a call's, and calls are tried again
+    assert len(endpoint.asked) == 4  # the time limit applies per call, and calls are retried
     async with serving(lambda body: (200, "I would rather not say.")) as (_, url):
         (made,) = await judged(url, 1)
     assert isinstance(made, Failed)

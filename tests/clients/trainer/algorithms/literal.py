@@ -1,6 +1,6 @@
-"""The algorithms once more, as loops over trajectories and tokens: plain numbers, nothing shared with the product.
+"""The algorithms again, as loops over trajectories and tokens: plain numbers, nothing shared with the product.
 
-``step`` gives a batch's loss, its derivative by every log-probability, and the metrics.
+``step`` returns a batch's loss, its derivative by every log-probability, and the metrics.
 """
 
 import math
@@ -38,7 +38,7 @@ class Written:
 class Step:
     loss: float = 0.0
     gradients: dict[int, float] = field(default_factory=dict[int, float])
-    """By ``id`` of the token."""
+    """Key: ``id`` of the token."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
@@ -51,7 +51,7 @@ def clip(value: float, low: float, high: float) -> float:
 
 
 def advantages(how: Algorithm, batch: list[Written]) -> dict[int, float]:
-    """Of every token, by ``id``."""
+    """Advantage of every token, by ``id``."""
     found: dict[int, float] = {}
     for one in batch:
         peers = [other.reward for other in batch if other.group == one.group]
@@ -88,7 +88,7 @@ def earned(how: Algorithm, one: Written, place: int) -> float:
 
 
 def gae(how: Algorithm, one: Written, place: int) -> float:
-    """The definition as a sum over what follows, not as a recursion."""
+    """The definition as a sum over the later tokens instead of a recursion."""
     total = 0.0
     for later in range(place, len(one.tokens)):
         after = one.tokens[later + 1].value if later + 1 < len(one.tokens) else 0.0
@@ -98,7 +98,7 @@ def gae(how: Algorithm, one: Written, place: int) -> float:
 
 
 def ppo(ratio: float, advantage: float, low: float, high: float, dual: float = 0.0) -> tuple[float, float, str]:
-    """Loss, its derivative by the logarithm of the ratio, and which clip acted."""
+    """Loss, its derivative by the logarithm of the ratio, and the clip that acted."""
     if advantage < 0 and dual > 0 and ratio > dual:
         return -dual * advantage, 0.0, "high"
     if advantage < 0 and ratio < 1 - low:
@@ -109,12 +109,12 @@ def ppo(ratio: float, advantage: float, low: float, high: float, dual: float = 0
 
 
 def clippable(at: Token, advantage: float) -> bool:
-    """Good and grown likelier, or bad and grown less likely."""
+    """A good token that became likelier, or a bad token that became less likely."""
     return (advantage > 0 and at.logprob > at.behavior) or (advantage < 0 and at.logprob < at.behavior)
 
 
 def m2_limit(batch: list[Written], gained: dict[int, float], threshold: float) -> float:
-    """The largest square that stays when the largest leave one after the other until the mean is small enough."""
+    """The largest square that remains after dropping the largest ones until the mean is small enough."""
     tokens = [token for one in batch for token in one.trained if clippable(token, gained[id(token)])]
     squares = sorted((token.logprob - token.behavior) ** 2 for token in tokens)
     while squares and sum(squares) / len(squares) > threshold:
@@ -123,7 +123,8 @@ def m2_limit(batch: list[Written], gained: dict[int, float], threshold: float) -
 
 
 def token(how: Algorithm, one: Written, at: Token, advantage: float, limit: float) -> tuple[float, float, str]:
-    """Loss, derivative and fate ("", low, high, masked, cut) of one trained token; derivative through itself."""
+    """Loss, derivative and outcome ("", low, high, masked, cut) of one trained token; the derivative is its own part
+    only."""
     mine = [math.exp(t.logprob - t.behavior) for t in one.trained]
     ratio = math.exp(at.logprob - at.behavior)
     mean = sum(t.logprob - t.behavior for t in one.trained) / len(one.trained)
@@ -179,7 +180,7 @@ def divergence(kind: str, distance: float) -> tuple[float, float]:
 
 
 def share(how: Algorithm, batch: list[Written], one: Written, longest: int) -> float:
-    """What one of its tokens counts for."""
+    """Weight of one token of the trajectory."""
     if how.loss in ("gspo", "opsm"):
         return 1 / (sum(bool(other.trained) for other in batch) * len(one.trained))
     if how.advantage == "dr_grpo":
@@ -199,7 +200,7 @@ def step(how: Algorithm, batch: list[Written], longest: int) -> Step:
             each = share(how, batch, one, longest)
             loss, derivative, fate = token(how, one, at, gained[id(at)], limit)
             found.loss += each * loss
-            if how.loss == "gspo":  # every token of it moves the one ratio, by its share
+            if how.loss == "gspo":  # every token of the trajectory moves the one ratio by its share
                 derivative = sum(token(how, one, t, gained[id(t)], limit)[1] for t in one.trained) / len(one.trained)
             found.gradients[id(at)] = each * derivative
             if how.kl_coef:

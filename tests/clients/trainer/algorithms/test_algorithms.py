@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The functions one by one: by hand, by finite differences, and at their edges. ``test_objective`` has the whole."""
+"""Each function is right by hand, by finite differences and at its edges. ``test_objective`` tests the whole."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from tests.clients.trainer.making import config
 
 CPU = torch.device("cpu")
 ROW = torch.tensor([4, 4, 4, 0, 0, 2])
-"""Three trajectories, as rows of some batch."""
+"""Three trajectories, as rows of a batch."""
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -40,7 +40,7 @@ GROUPED: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
 def test_a_group_of_one_and_a_group_of_equals_teach_nothing(
     function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Also where the sum of the rewards is no float32: 6 times 10.1 lies between two."""
+    """The rule also holds where the sum of the rewards is no float32: 6 times 10.1 lies between two."""
     rewards = torch.tensor([5.0, *[0.25] * 3, *[10.1] * 6, *[-0.7] * 7, *[1e8 + 8] * 9])
     found = function(rewards, torch.tensor([0, *[1] * 3, *[2] * 6, *[3] * 7, *[4] * 9]))
     assert found.tolist() == [0.0] * len(rewards)
@@ -164,7 +164,8 @@ def test_k1_in_the_loss_has_the_gradient_of_the_divergence_and_not_its_own() -> 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_estimators_agree_with_the_divergence_of_two_distributions(kind: str) -> None:
-    """Value and gradient in expectation over the policy's own tokens; k3's gradient is right to first order only."""
+    """Value and gradient in expectation over the policy's own tokens; the gradient of k3 is right to first order
+    only."""
     scores = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
     reference = torch.log_softmax(torch.tensor([0.25, -0.1, 0.0], dtype=torch.float64), 0)
     current = torch.log_softmax(scores, 0)
@@ -177,7 +178,8 @@ def test_the_estimators_agree_with_the_divergence_of_two_distributions(kind: str
 
 
 def test_k3_pulls_the_farthest_tokens_back_with_a_bounded_force() -> None:
-    """Below 10 nats under the reference its gradient stays what it is there, and its value is the tangent."""
+    """More than 10 nats under the reference, the gradient keeps its value at 10 nats and the value follows the
+    tangent."""
     distance = torch.tensor([-1000.0, -21.0, -10.1, -10.0, -9.9, 0.0, 50.0], dtype=torch.float64, requires_grad=True)
     value = kl_loss("k3", distance, torch.zeros(7, dtype=torch.float64))
     (gradient,) = torch.autograd.grad(value.sum(), distance)
@@ -298,7 +300,7 @@ def test_weights_of_nothing_are_one_and_a_broken_one_is_finite() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp"])
 def test_what_is_filtered_by_default_has_no_advantage_and_what_is_kept_has_one(name: str) -> None:
-    """Two groups, all right and all wrong."""
+    """Two groups: one all right, one all wrong."""
     rewards, group_ids = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1])
     if name in GROUP_ADVANTAGES:
         found = GROUP_ADVANTAGES[name](rewards, group_ids)

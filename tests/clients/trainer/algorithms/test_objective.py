@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Every algorithm through the objective, against ``literal``: loss, gradient and metrics, however the batch is cut."""
+"""Every algorithm through the objective matches ``literal`` in loss, gradient and metrics, however the batch is cut."""
 
 import random
 import threading
@@ -80,7 +80,7 @@ def f32(number: float) -> float:
 
 
 def columns(batch: Sequence[Written]) -> TrainBatch:
-    """Prompts of 1 to 3 tokens before each; what nobody may look at holds NaN."""
+    """Put prompts of 1 to 3 tokens before each trajectory; positions that must not be read hold NaN."""
     size, longest = len(batch), max(len(one.tokens) for one in batch) + 3
     arrays = {
         name: np.full((size, longest), np.nan, np.float32) for name in ("behavior", "reference", "value", "logprob")
@@ -348,7 +348,7 @@ def test_a_users_advantage_and_loss_are_trained_as_a_token_mean(users: str) -> N
 
 
 def test_a_users_loss_is_not_asked_about_a_pass_without_a_trained_token(users: str) -> None:
-    """On which its ``max`` would raise; nothing of it is missed in loss, gradient and metrics."""
+    """The loss's ``max`` would raise on such a pass; skipping it changes neither loss nor gradient nor metrics."""
     batch, cuts = drawn(2), [[1, 4], [0, 2, 3], [5, 6, 7, 8, 9]]
     assert batch[4].tokens
     assert not batch[1].trained + batch[4].trained

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Every backend against plain torch: the same losses on one rank and on two, resumed or not, and the same refusals."""
+"""Every backend matches plain torch: same losses on one rank and on two, resumed or not, and the same refusals."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ needs_deepspeed = pytest.mark.skipif(
 
 
 def case(backend: str, stage: int, nproc: int, *, short: bool) -> Any:
-    """Starting a rank takes seconds: ``make test`` runs the short ones, ``make test-backends`` all."""
+    """Starting a rank takes seconds: ``make test`` runs the short cases, ``make test-backends`` all."""
     marks = [] if short else [pytest.mark.long]
     zero = backend == "deepspeed"
     name = f"zero{stage}-{nproc}" if zero else f"{backend}-{nproc}"
@@ -70,7 +70,7 @@ def settings(backend: str = "torch", stage: int = 2, **trainer: Any) -> Config:
 
 
 def held_out(config: Config, folder: Path, *, environment: bool) -> Config:
-    """With five prompts to evaluate on, whose reward is the length of what comes back."""
+    """Add five prompts for evaluation; the reward is the length of the completion."""
     here, table, rows = Path(__file__).parent, msgspec.to_builtins(config), folder / "held_out.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n}+{n}=", "then": "tokens"}) + "\n" for n in range(5)))
     table["prompts"] |= {"eval_path": str(rows)}
@@ -84,12 +84,12 @@ def going_on() -> bool:
 
 
 def opens_as_any_model_directory(saved: Path, weights: dict[str, Any]) -> None:
-    """With these weights, by their published names, and without a pickle."""
+    """The directory has these weights under their published names, and no pickle."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(saved)
     own = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    assert len(weights) == len(own) - 1  # tied ones once
+    assert len(weights) == len(own) - 1  # tied tensors are stored once
     for name, array in weights.items():
         assert np.array_equal(own[name], array), name
     assert AutoTokenizer.from_pretrained(saved)("1+2")["input_ids"] == [1, 10, 2]
@@ -98,7 +98,7 @@ def opens_as_any_model_directory(saved: Path, weights: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def plain(model_directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Twenty steps of the torch backend: their values, and the weights they end with."""
+    """Twenty steps of the torch backend: their values and the final weights."""
     trainer = TorchTrainer(settings(), model_directory)
     values = [trainer.train(batch(step), Step(step), going_on).values for step in range(STEPS)]
     return values, {name: array.copy() for name, array in trainer.weights().items()}
@@ -170,7 +170,7 @@ def test_every_backend_says_of_the_held_out_prompts_what_plain_torch_says_and_tr
 def test_a_bfloat16_model_keeps_float32_master_weights_on_every_backend(
     model_directory: Path, tmp_path: Path, backend: str, stage: int, nproc: int
 ) -> None:
-    """At this rate a step moves no bfloat16 weight of about one; several do, and a checkpoint keeps the fraction."""
+    """At this rate a step moves no bfloat16 weight near one; several steps do, and a checkpoint keeps the fraction."""
     low = msgspec.structs.replace(
         settings(backend, stage, lr=4e-4), model=msgspec.convert({"dtype": "bfloat16"}, type(config().model))
     )

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Two ranks of a trainer in a real run: killed, asked to end, started again. Every step is trained once."""
+"""Two ranks of a trainer in a real run train every step once, although they are killed, stopped and restarted."""
 
 import os
 import signal

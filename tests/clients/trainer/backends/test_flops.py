@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Model FLOP utilisation where the device's peak is known."""
+"""The trainer reports model FLOP utilisation where the device's peak is known."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def test_a_step_that_took_no_longer_than_its_arithmetic_used_all_of_the_device(
 
 
 def mixture(**more: Any) -> Any:
-    """One layer of eight experts, two of them a token's, and one that every token goes through."""
+    """One layer of eight experts, of which each token uses two, and one expert that every token passes through."""
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     config = Qwen2MoeConfig(

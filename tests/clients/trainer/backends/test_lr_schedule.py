@@ -1,4 +1,4 @@
-"""The learning rate of every step."""
+"""The schedule sets the learning rate of every step."""
 
 import math
 

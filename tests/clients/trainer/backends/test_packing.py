@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Passes without padding, and that they compute what padded ones do."""
+"""Passes without padding compute the same values as padded ones."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def test_packed_log_probabilities_are_the_padded_ones(model_directory: Path, att
         len(padded) == len(tokens_of(data, which, torch.device("cpu")).row) == int(data.completion_lengths[which].sum())
     )
     assert torch.allclose(padded, packed, atol=1e-5)
-    assert float(padded.std()) > 0.01  # a model that ignores its context would pass
+    assert float(padded.std()) > 0.01  # a model that ignores its context would fail here
 
 
 def test_a_step_of_packed_passes_is_the_step_of_padded_ones(model_directory: Path) -> None:
@@ -74,7 +74,8 @@ PACKED = ["qwen3", "mixtral", "opt", "lfm2"]
 
 @pytest.mark.parametrize(("kind", "dtype"), [(kind, dtype) for kind in PACKED for dtype in ("float32", "bfloat16")])
 def test_an_architecture_that_would_mix_packed_trajectories_is_refused(tmp_path: Path, kind: str, dtype: str) -> None:
-    """Not one whose experts have other numbers of tokens when another row comes along: that is rounding."""
+    """An architecture whose experts get other numbers of tokens beside another row is accepted: the difference is
+    rounding."""
     table = msgspec.to_builtins(config(packing=True)) | {"model": {"dtype": dtype}}
     settings, directory = msgspec.convert(table, Config), built(kind, tmp_path)
     if kind in ("opt", "lfm2"):
@@ -95,12 +96,12 @@ SMALL: dict[str, Any] = {
 
 
 def built(kind: str, directory: Path) -> Path:
-    """A model of this architecture, as a directory."""
+    """A model directory of this architecture."""
     torch.manual_seed(7)
     match kind:
-        case "opt":  # dropout is a number of its layers
+        case "opt":  # its layers store dropout as a number
             settings: Any = OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=128)
-        case "falcon":  # a child of its attention, and a number of its configuration
+        case "falcon":  # its attention stores dropout as a child, its configuration as a number
             settings = FalconConfig(**SMALL, hidden_dropout=0.2, attention_dropout=0.2, bos_token_id=1)
         case "qwen3" | "mixtral" | "lfm2":
             more: dict[str, Any] = {

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""A model without its weights, and its weights tensor by tensor."""
+"""A model is built without weights, and its weights are loaded tensor by tensor."""
 
 import importlib.util
 import json
@@ -22,7 +22,7 @@ ONE = "model.safetensors"
 
 
 def saved(directory: Path, *, files: int = 1, dtype: torch.dtype = torch.float32, **keys: Any) -> Path:
-    """A model whose extents are odd, so that no two ranks have equal parts."""
+    """Save a model with odd extents, so that no two ranks have equal parts."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(3)
@@ -46,12 +46,12 @@ def saved(directory: Path, *, files: int = 1, dtype: torch.dtype = torch.float32
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All of its safetensors."""
+    """All tensors of the model's safetensors files."""
     return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
 def rewritten(directory: Path, **changes: torch.Tensor | None) -> None:
-    """Some tensors of its one file are others, or away (None); a name has ``__`` for a dot."""
+    """Replace or remove (None) some tensors of the model's one file; ``__`` in a name stands for a dot."""
     named = {name.replace("__", "."): value for name, value in changes.items()}
     kept = {name: value for name, value in (tensors(directory) | named).items() if value is not None}
     save_file(kept, directory / ONE, metadata={"format": "pt"})
@@ -120,7 +120,7 @@ def test_what_was_read_stays_when_the_file_goes(tmp_path: Path) -> None:
 
 
 def test_a_file_that_names_tensors_in_another_way_is_loaded_whole(tmp_path: Path) -> None:
-    """Without the prefix: the library finds the names, this module does not."""
+    """The names lack the prefix: the library resolves them, this module does not."""
     saved(tmp_path)
     own = {name.removeprefix("model."): tensor for name, tensor in tensors(tmp_path).items()}
     save_file(own, tmp_path / ONE, metadata={"format": "pt"})
@@ -173,7 +173,8 @@ def test_a_directory_that_holds_no_model_is_refused(tmp_path: Path, damage: tupl
 
 
 def test_what_is_float32_in_a_bfloat16_model_is_published_so_from_float32_shards() -> None:
-    """As ``transformers`` loads it here and in engines: buffers, and parameters that the architecture names."""
+    """``transformers`` loads these as float32 here and in engines: buffers, and parameters that the architecture
+    names."""
     model = torch.nn.Module()
     model.gate, model.up = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
     model.register_buffer("bias", torch.zeros(2))

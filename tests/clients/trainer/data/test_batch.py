@@ -1,4 +1,4 @@
-"""From members to columns, and from columns to micro-batches."""
+"""Members become columns, and columns become micro-batches."""
 
 from collections import deque
 
@@ -17,7 +17,7 @@ from tests.clients.trainer.making import header, payload
 
 
 def two_versions() -> GroupPayload:
-    """Prompt 8 9; samples 1 2 3 (versions 4, 4, 6, the second token not the policy's) and 5 (version 6)."""
+    """Prompt 8 9; samples 1 2 3 (versions 4, 4, 6; the policy did not write the second token) and 5 (version 6)."""
     return GroupPayload(
         prompt_ids=np.array([8, 9], np.int32),
         lengths=np.array([3, 1], np.int32),
@@ -36,7 +36,7 @@ def test_a_row_is_prompt_then_completion_then_padding() -> None:
     assert made.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
     assert made.loss_mask.tolist() == [[False, False, True, False, True], [False, False, True, False, False]]
     assert made.behavior_logprobs[0].tolist() == pytest.approx([0, 0, -0.1, -0.2, -0.3])
-    assert made.token_versions.tolist() == [[-1, -1, 4, -1, 6], [-1, -1, 6, -1, -1]]  # one is an environment's
+    assert made.token_versions.tolist() == [[-1, -1, 4, -1, 6], [-1, -1, 6, -1, -1]]  # an environment wrote one token
     assert made.rewards.tolist() == [1.0, 0.5]
     assert made.group_ids.tolist() == [42, 42]
     assert made.completion_lengths.tolist() == [3, 1]

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""A step in pieces is the step of the whole batch: bit by bit where the passes are the same, and the same restarts."""
+"""A step in pieces equals the step of the whole batch, bit by bit where the passes are equal, also after a restart."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,8 @@ from staleflow.protocols.consistency.ids import GroupId, Step
 from tests.clients.trainer.making import batch, config, header, members, payload
 
 LONGEST_FIRST, TWO_ROWS = ((12, 11), (11, 10), (9, 9), (8, 8)), 30
-"""Lengths of four groups, and ``micro_tokens``: each pass of the whole batch, longest rows first, is the next group."""
+"""Lengths of four groups, and ``micro_tokens``: with the longest rows first, each pass of the whole batch is one
+group."""
 
 EVERY: tuple[dict[str, Any], ...] = (
     {},
@@ -51,7 +52,7 @@ def pieces(step: int, fetched: list[FetchedGroup], size: int) -> Iterator[MicroB
 
 
 class Served:
-    """A client whose batches are there at once, whole or in pieces."""
+    """A client whose batches are available immediately, whole or in pieces."""
 
     waited_s = 0.25
 

@@ -1,4 +1,4 @@
-"""Whole groups to ranks, by tokens."""
+"""The partition assigns whole groups to ranks and balances their tokens."""
 
 import numpy as np
 from hypothesis import given
@@ -36,6 +36,6 @@ def test_ranks_are_within_two_percent_of_even_where_lengths_have_a_heavy_tail(se
 
 
 def _pairs(tokens: list[int], world: int) -> list[int]:
-    """With more groups than ranks two of the largest world + 1 must meet."""
+    """With more groups than ranks, two of the world + 1 largest groups share a rank."""
     largest = sorted(tokens, reverse=True)[: world + 1]
     return [largest[-1] + largest[-2]] if len(largest) == world + 1 and world >= 1 and len(largest) > 1 else []

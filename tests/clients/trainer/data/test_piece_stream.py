@@ -1,4 +1,4 @@
-"""The cut into pieces, and everything that makes a step begin again; the scheduler and the shards are a script."""
+"""Claims become pieces, and every invalid claim restarts the step; a script plays the scheduler and the shards."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -50,14 +50,14 @@ def sealed(*groups: int, batch: int = 9) -> Batch:
 
 
 class Script(MicroBatchStream):
-    """Answers are given in order; ``corrupt`` groups are refused the first time that they are fetched."""
+    """Give the answers in order; refuse each ``corrupt`` group at its first fetch."""
 
     def __init__(self, *answers: Reply | Refused, size: int = 1, corrupt: Sequence[int] = ()) -> None:
         super().__init__(cast(Client, self), [], TrainerTerm(1), size=size)
         self._answers = list(answers)
         self._corrupt = list(corrupt)
         self.asked: list[list[int]] = []
-        """What was held at each question, as groups."""
+        """Groups held at each request."""
 
     async def call(self, ask: GetClaims, *, timeout_s: float | None) -> tuple[Reply, list[memoryview]]:
         self.asked.append([lease - 100 for lease in ask.held])
@@ -78,7 +78,7 @@ class Script(MicroBatchStream):
 
 
 def seen(pieces: Sequence[MicroBatch]) -> list[tuple[bool, list[int], bool]]:
-    """(first, groups, last) of each."""
+    """(first, groups, last) of each piece."""
     return [(p.first, list(dict.fromkeys(p.data.group_ids.tolist())), p.batch is not None) for p in pieces]
 
 

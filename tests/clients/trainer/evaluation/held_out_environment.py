@@ -1,4 +1,4 @@
-"""An environment for held-out prompts that do as their row says. Loaded by path in a child process."""
+"""An environment for held-out prompts that behaves as each row specifies. Child processes load this file by path."""
 
 import asyncio
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from staleflow.clients.rollout.episodes.env_client import Client
 
 
 class Asked:
-    """Two turns of a plain completion, then what the row's ``then`` asks for."""
+    """Two turns of a plain completion, then the action that the row's ``then`` names."""
 
     async def rollout(self, client: Client, row: Mapping[str, Any]) -> Any:
         then, text, tokens = row["then"], str(row["prompt"]), list[int]()

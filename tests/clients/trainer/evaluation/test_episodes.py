@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Evaluation on held-out prompts that an environment plays: real processes, a real socket, the trainer's own model."""
+"""An environment plays held-out prompts: real processes, a real socket, the trainer's own model."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def going_on() -> bool:
 
 @pytest.fixture
 def trainer(model_directory: Path, tmp_path: Path) -> Make:
-    """Makes a trainer whose held-out rows end as they are told, one after the other."""
+    """Build a trainer whose held-out rows end in the given ways, in order."""
 
     def make(*then: str, reward: str = "", seed: int = 0, slots: int = 64) -> TorchTrainer:
         held_out = tmp_path / "held_out.jsonl"
@@ -55,7 +55,7 @@ def evaluated(trainer: TorchTrainer) -> dict[str, float]:
 
 
 def children() -> list[str]:
-    """This process's children of user code that still run."""
+    """Child processes of user code that still run."""
     found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     names = [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in found]
     return [name for name in names if "environment_child" in name or "stage.child" in name]

@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false
 # mypy: disable-error-code="no-untyped-call"
-"""Evaluation of a model that ranks hold together: as many passes on each, and one end for all. Ranks are threads."""
+"""Ranks that share a model run equally many evaluation passes and end together. Ranks are threads here."""
 
 import threading
 from collections.abc import Callable
@@ -27,7 +27,7 @@ DONE = {"reward/eval": 1.0}
 
 
 class Ranks:
-    """``max`` over threads; each call waits for the others', and so does each pass of the model."""
+    """``max`` over threads; each call waits for the other threads' calls, and so does each pass of the model."""
 
     def __init__(self) -> None:
         self.meeting = threading.Barrier(RANKS, timeout=LIMIT_S)
@@ -42,7 +42,7 @@ class Ranks:
 
 
 class Sharded(torch.nn.Module):
-    """Each pass needs every rank."""
+    """A model whose every pass needs every rank."""
 
     device = torch.device("cpu")
 
@@ -58,7 +58,7 @@ class Sharded(torch.nn.Module):
 
 
 class Passes:
-    """An evaluation of so many passes, which looks before each whether it should end."""
+    """An evaluation of ``count`` passes, which checks before each pass whether it should stop."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -73,7 +73,7 @@ class Passes:
 
 
 def end(work: Callable[[], Any]) -> Any:
-    """What became of one rank."""
+    """Return the result of one rank, or its failure."""
     try:
         return work()
     except Stopped:
@@ -81,7 +81,7 @@ def end(work: Callable[[], Any]) -> Any:
 
 
 def evaluated(passes: int, *stopping: Stopping) -> tuple[list[Any], list[Sharded]]:
-    """What became of each rank, and its model; rank 0 leads."""
+    """Return the outcome and the model of each rank; rank 0 leads."""
     ranks: Any = Ranks()
     models = [Sharded(ranks) for _ in range(RANKS)]
     works: list[Callable[[], Any]] = [partial(lead, Passes(passes), models[0], Version(7), ranks, stopping[0])]
@@ -95,7 +95,7 @@ def going_on() -> bool:
 
 
 def after(looks: int) -> Stopping:
-    """Asked to end after so many looks."""
+    """Request a stop after ``looks`` checks."""
     left = iter([False] * looks)
     return lambda: next(left, True)
 
@@ -115,7 +115,7 @@ def test_an_evaluation_without_a_pass_holds_nobody() -> None:
 
 
 class Written:
-    """An evaluation of the engine's own: completions that outgrow the first columns of its cache, twice."""
+    """An evaluation by the real engine: its completions outgrow the initial columns of its cache twice."""
 
     token_ids: list[int]
 

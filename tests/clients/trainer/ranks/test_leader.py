@@ -1,4 +1,4 @@
-"""Rank 0 leads and the others follow, here as threads that hand each other what real ranks would."""
+"""Rank 0 leads and the others follow; here ranks are threads that exchange the values that real ranks would."""
 
 import dataclasses
 import threading
@@ -21,7 +21,7 @@ LIMIT_S = 10.0
 
 
 class Room:
-    """Where two ranks meet; each call waits for the other's."""
+    """The meeting point of two ranks; each call waits for the other rank's call."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2, timeout=LIMIT_S)
@@ -59,7 +59,7 @@ class Ranks:
 
 
 class Recorded:
-    """A backend that writes down what it is asked."""
+    """A backend that records its calls."""
 
     def __init__(self, *, together: bool) -> None:
         self.together = together
@@ -108,7 +108,7 @@ class Recorded:
 
 
 class Fed:
-    """A follower's batches: what it will find, one answer after another."""
+    """The batches that a follower will find, one per call."""
 
     def __init__(self, *found: TrainBatch | None) -> None:
         self._found = iter(found)
@@ -125,7 +125,7 @@ class Fed:
         self.gave_up.append(why)
 
     def micro_batch(self, header: Batch) -> TrainBatch | None:
-        """As ``batch``; the end of what there is to find is the end of the process."""
+        """As ``batch``; the process ends after the last one."""
         try:
             return next(self._found)
         except StopIteration:
@@ -226,14 +226,14 @@ def test_after_a_step_that_all_gave_up_a_checkpoint_can_be_saved(scene: Callable
 
 
 class Full(Recorded):
-    """A backend whose device does not hold a step."""
+    """A backend whose device has too little memory for a step."""
 
     def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
         raise OutOfMemory("step 5: out of memory on rank 1")
 
 
 class Ordered(Ranks):
-    """A follower's, when rank 0 tells these orders and then waits for it in a pass."""
+    """A follower's ranks: rank 0 sends these orders and then waits for the follower in a pass."""
 
     def __init__(self, *orders: list[int]) -> None:
         super().__init__(Room(), 1)
@@ -255,7 +255,7 @@ def test_a_rank_whose_device_does_not_hold_a_step_tells_the_run_so_itself() -> N
 
 
 def piece(step: int, group: int, *, last: bool = False) -> MicroBatch:
-    """A group of a step, of which each rank has two rows."""
+    """A piece of a step: one group, of which each rank has two rows."""
     data = assemble(header(step), members(step, lengths=(3, 2))[group : group + 1])
     return MicroBatch(data=data, first=group == 0, batch=header(step) if last else None, header=header(step))
 
