@@ -1,4 +1,4 @@
-"""Metrics are readable on loopback, and beyond it only with a token or where the run has no secret."""
+"""Metrics are readable on loopback, and beyond it only with a token or in a run without keys."""
 
 from typing import Any
 

@@ -38,7 +38,7 @@ def asked_for(version: int) -> GetManifest:
 
 
 class Server(Client):
-    """A server that has both versions, without a network, until ``gone``: then no answer arrives."""
+    """A server that has both versions, without a network; no answer arrives once ``is_gone`` is set."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address, worker=READER)

@@ -225,12 +225,7 @@ def test_keys_that_mean_something_with_the_others_are_taken(write: Write) -> Non
         ["trainer.backend=deepspeed", "model.path=/m", "trainer.zero_stage=3"],
         ["prompts.eval_source=a:b", "trainer.eval_every=5"],
         ["prompts.source=", "prompts.path=/p.jsonl", "prompts.eval_source=a:b", "prompts.options.limit=7"],
-        [
-            "rollout.engine=transformers",
-            "model.path=/m",
-            "rollout.workers=3",
-            "rollout.gpus=[0]",
-        ],  # the workers share the GPU
+        ["rollout.engine=transformers", "model.path=/m", "rollout.workers=3", "rollout.gpus=[0]"],  # all share it
         ["rollout.engine=vllm", "model.path=/m", "rollout.vllm.tensor_parallel=2", "rollout.gpus=[3,1]"],
         ["rollout.engine=transformers", "model.path=/m", "rollout.vllm.tensor_parallel=2", "rollout.gpus=[3]"],
     ):
