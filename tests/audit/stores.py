@@ -2,8 +2,7 @@
 
 A payload is stored under ``group || lease`` (two big-endian 64-bit numbers), in two parts. ``records`` holds its
 metadata, preceded by the sha256 of key and metadata. The blob lies in the file ``slab`` of the folder ``slabs`` that
-the
-record names, starting at byte ``offset``, or else in ``payloads``. A blob consists of ``sfa1``, the length of its
+the record names, starting at byte ``offset``, or else in ``payloads``. A blob consists of ``sfa1``, the length of its
 description, the description (msgpack: name, dtype, shape of each array, sorted by name), and the arrays, each at a
 multiple of 64 bytes.
 """

@@ -20,9 +20,7 @@ class Entry:
 
 @dataclass
 class Naive:
-    """Naive ledger with the trajectory bound (or token bound, where an entry fits every buffer), without spares or
-    claims.
-    """
+    """Ledger with the trajectory bound (or token bound, where an entry fits every buffer); no spares, no claims."""
 
     max_staleness: int
     batch_size: int

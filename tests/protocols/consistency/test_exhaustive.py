@@ -2,8 +2,7 @@
 
 States that differ only in the names of groups, leases and batches are one. In each state every admission and readiness
 is compared with the naive buffers, and every invariant is checked. The ledger must also be able to continue: it has
-room,
-or a group to finish, or a batch to train.
+room, or a group to finish, or a batch to train.
 """
 
 from collections.abc import Iterator

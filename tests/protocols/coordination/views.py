@@ -116,8 +116,7 @@ def check_orders(seen: Snapshot, orders: Iterable[Order]) -> None:
     """Check that the orders are valid for the snapshot.
 
     They name known instances only, give none more than it can hold or weights that it lacks, and start a prefix of the
-    next
-    groups, each once. No version gets more groups than it has room for.
+    next groups, each once. No version gets more groups than it has room for.
     """
     known = {i.worker: i for i in seen.instances}
     started: list[GroupId] = []
