@@ -23,7 +23,7 @@ def refused(scene: Scene, event: Event) -> Code:
 
 
 def one_step() -> Scene:
-    """Step 0 is sealed with groups 0 and 1; group 2 is leased, 3 pushed, 4 occupied."""
+    """Return a ledger in which step 0 is sealed with groups 0 and 1; group 2 is leased, 3 pushed, 4 occupied."""
     scene = Scene(max_staleness=2, batch_size=2)
     scene.reserve(0, 1, 2, 3, 4)
     scene.finish(0, 1)

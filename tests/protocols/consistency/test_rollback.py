@@ -1,4 +1,4 @@
-"""Trainers resume from the newest version or an older one, and a batch with a corrupt payload is formed again."""
+"""Trainers resume from the newest version or an older one, and a batch with a corrupt payload is taken back."""
 
 import pytest
 

@@ -65,7 +65,7 @@ class Asked:
         self.store.close()
 
     def ask(self, name: str, role: Role, body: Request, *, key: str = "", id: int = 0) -> Reply | None:
-        """Return the reply, None while it waits. ``key``: the name of the peer's key. ``id``: that of an earlier request."""
+        """Return the reply, None while it waits. ``key``: name of the peer's key. ``id``: id of an earlier request."""
         if (why := denial_reason(role, name, body)) is not None:
             return Refusal(code=Code.DENIED, detail=why)
         self.last_id = self.last_id if id else self.last_id + 1

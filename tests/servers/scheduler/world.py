@@ -101,7 +101,7 @@ class World:
         self._process = subprocess.Popen([sys.executable, "-c", SERVE, str(self.run_dir)], stderr=subprocess.PIPE)
 
     def kill(self) -> None:
-        """``kill -9``."""
+        """Kill the process with SIGKILL."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(10)
@@ -220,7 +220,7 @@ class Shard(Someone):
         return RegisterRelease(group=assign.group, lease=assign.lease, why=why)
 
     async def finish(self, assigns: Sequence[Assign], worker: WorkerId) -> None:
-        """Push and occupy."""
+        """Register the push and the occupation of each group."""
         results = await self.operate(*(self.push(assign, worker) for assign in assigns))
         results += await self.operate(*(self.occupy(assign) for assign in assigns))
         assert [result.code for result in results] == [None] * len(results)

@@ -246,7 +246,7 @@ async def test_a_commit_that_fails_answers_busy_and_never_happened(short_dir: Pa
 
 
 async def test_who_only_sends_heartbeats_is_known_to_be_there_after_a_restart(short_dir: Path) -> None:
-    """A stage worker sends the scheduler only its attach; a second critic must still be detected."""
+    """A stage worker sends no request after its attach; a second critic must still be detected."""
     settings = config()
     judged = msgspec.structs.replace(settings.trainer, algorithm=Algorithm(advantage="gae"))
     model = Model(path=str(short_dir))

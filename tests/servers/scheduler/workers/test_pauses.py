@@ -18,7 +18,7 @@ async def test_a_pause_of_the_scheduler_expires_no_lease_and_loses_no_peer(short
         cast = await Cast(world).enter()
         await cast.instance.until_held(4)
         world.pause(PAUSE_S)
-        # Ticks pass before the worker reports: a scheduler that believed the clock would expire all four leases.
+        # Ticks pass before the worker reports: a scheduler that trusted the clock alone would expire all four leases.
         await world.status()
         await asyncio.sleep(0.5)
         assert (await world.status())["ledger"]["leased"] == 4
