@@ -1,4 +1,4 @@
-"""What a trace says happened, in the words of the witnesses: plain tables, made from ``trace.jsonl`` alone."""
+"""The history that a trace records, as plain tables in the words of the witnesses, made from ``trace.jsonl`` alone."""
 
 import json
 from collections import defaultdict
@@ -14,7 +14,7 @@ VersionKey = tuple[int, int]
 
 @dataclass(slots=True)
 class History:
-    """Every table is filled in the order of the lines."""
+    """Tables of one run, each filled in the order of the trace's lines."""
 
     leases: dict[int, tuple[int, str]] = field(default_factory=dict[int, tuple[int, str]])
     """Lease -> group, worker."""
@@ -25,13 +25,13 @@ class History:
     seals: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     published: dict[VersionKey, dict[str, Any]] = field(default_factory=dict[VersionKey, dict[str, Any]])
     consumed: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """Of the surviving history: what a rollback took back is gone."""
+    """Consumed batches of the surviving history; a rollback removes the batches that it took back."""
     terms: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(seq, term) of each join."""
     by_term: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """(seq, term) of each line that only the trainer in charge may cause."""
+    """(seq, term) of each line that only the current trainer may cause."""
     fresh: list[bool] = field(default_factory=list[bool])
-    """For each lease in order: whether its number is higher than all before it."""
+    """For each lease in order: True if its number is higher than the numbers of all earlier leases."""
     trained_in: dict[int, int] = field(default_factory=dict[int, int])
     """Group -> step, of the surviving history."""
     checkpoint: int = 0
@@ -39,7 +39,7 @@ class History:
     max_staleness: int = 0
 
     def gone(self, group: int, lease: int) -> bool:
-        """Whether the run has given these bytes up: it may have forgotten them."""
+        """True if the run has given up these bytes, so that a store may have deleted them."""
         if (group, lease) in self.released or group in self.dropped:
             return True
         if any(later > lease and (group, later) in self.pushes for later in self.leases_of[group]):
@@ -48,12 +48,12 @@ class History:
 
     @property
     def batches(self) -> list[dict[str, Any]]:
-        """The seals that the surviving history trained, in order."""
+        """Return the seals that the surviving history trained, in order."""
         return [self.seals[line["batch"]] for line in self.consumed]
 
 
 def read(trace: Path) -> History:
-    """The history that the whole lines of a trace tell."""
+    """Return the history recorded by the complete lines of a trace."""
     history = History()
     for line in trace.read_bytes().split(b"\n")[:-1]:
         event = json.loads(line)

@@ -1,7 +1,7 @@
-"""The journals of the witnesses: one JSON object a line, one file a process, written before and after each act.
+"""Journals of the witnesses: one JSON object per line, one file per process, written before and after each act.
 
-A line is one ``write`` to a file opened for appending: a process that is killed leaves whole lines behind, and what it
-did not write it did not see.
+A line is one ``write`` to a file opened for appending. A killed process therefore leaves only whole lines, and it did
+not observe anything that its journal lacks.
 """
 
 import json
@@ -15,7 +15,7 @@ Entry = dict[str, Any]
 
 
 class Journal:
-    """Where one witness writes. Several processes may follow each other on the same file."""
+    """The journal of one witness. Several processes may append to the same file, one after the other."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,7 +23,7 @@ class Journal:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, what: str, **values: object) -> None:
-        """One entry, in the file when this returns."""
+        """Append one entry; it is in the file when this returns."""
         entry = {"what": what, "t": time.time_ns(), **values}
         os.write(self._file, json.dumps(entry, separators=(",", ":")).encode() + b"\n")
 
@@ -32,7 +32,7 @@ class Journal:
 
 
 def read(folder: Path) -> dict[str, list[Entry]]:
-    """Every journal of a folder by name, in the order of writing."""
+    """Return every journal of a folder by name, its entries in the order of writing."""
     return {path.stem: list(_entries(path)) for path in sorted(folder.glob("*.jsonl"))}
 
 

@@ -1,6 +1,7 @@
-"""What every payload, reward and version must hold: a function of its names, which the actors write and the audit asks.
+"""The expected content of every payload, reward and version, as a function of its names.
 
-Nothing here knows the product. Whoever holds bytes that are not these holds bytes that nobody sent.
+The actors write this content and the audit compares against it. The module imports nothing of the product. Bytes that
+differ from this content were never sent by any actor.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ def _stream(nbytes: int, *names: object) -> bytes:
 
 
 def payload(seed: int, group: int, lease: int, lineage: int, version: int) -> dict[str, Array]:
-    """The group that ``lease`` wrote with the weights (lineage, version): 2 samples of 8 to 71 tokens each."""
+    """Return the group that ``lease`` wrote with the weights (lineage, version): 2 samples of 8 to 71 tokens each."""
     names = (seed, group, lease, lineage, version)
     lengths = 8 + np.frombuffer(_stream(SAMPLES, "lengths", *names), np.uint8).astype(np.int32) % 64
     tokens = int(lengths.sum())
@@ -40,19 +41,19 @@ def payload(seed: int, group: int, lease: int, lineage: int, version: int) -> di
 
 
 def rewards(seed: int, group: int, lease: int) -> Array:
-    """float32 [2]: what the reward stage says of a group; never equal for both samples."""
+    """float32 [2]: the rewards that the reward stage gives a group; never equal for both samples."""
     drawn = int.from_bytes(_stream(2, "reward", seed, group, lease), "big")
     return np.asarray([drawn / 65536, 1 + drawn / 65536], np.float32)
 
 
 def weights(seed: int, lineage: int, version: int) -> dict[str, Array]:
-    """A version, which says in its bytes which one it is."""
+    """Return the weights of a version; their bytes contain seed, lineage and version."""
     noise = np.frombuffer(_stream(WEIGHT_BYTES, "weights", seed, lineage, version), np.int32)
     return {"identity": np.asarray([seed, lineage, version], np.int64), "noise": noise}
 
 
 def fingerprint(arrays: Mapping[str, Array]) -> str:
-    """Hex sha256 of names, types, shapes and bytes, whatever the order of the mapping."""
+    """Return the hex sha256 of names, types, shapes and bytes, independent of the order of the mapping."""
     digest = hashlib.sha256()
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])

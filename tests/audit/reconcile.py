@@ -1,8 +1,8 @@
-"""Journals, trace and stores side by side: three accounts of one run that were written by different hands.
+"""Comparison of journals, trace and stores: three independently written accounts of one run.
 
-The witnesses' journals say what was sent, answered and received; the trace says what the ledger did; the stores hold
-bytes. Every rule below is a sentence about two of them, and counts how often it had something to say: a rule that never
-had is a failure of the test, not a success of the product.
+The witnesses' journals record what was sent, answered and received. The trace records the actions of the ledger. The
+stores hold bytes. Every rule below is a sentence about two of these accounts and counts its checks. A rule without a
+single check is a failure of the test, not a success of the product.
 
 Nothing of the product is imported here.
 """
@@ -23,7 +23,7 @@ AGAIN = ("expired", "aborted")
 
 
 class Rule(StrEnum):
-    """What must hold between the accounts."""
+    """Rules that must hold between the accounts."""
 
     ACKED_TRACED = "a push that was acknowledged is in the trace, by the worker that sent it"
     ACKED_KEPT = "a push that was acknowledged is in a store, unless the trace says why it may go"
@@ -46,13 +46,13 @@ class Rule(StrEnum):
 
 @dataclass(slots=True)
 class Report:
-    """What was found, and how often each rule had something to check."""
+    """Violations found, and the number of checks of each rule."""
 
     violations: list[tuple[Rule, str]] = field(default_factory=list[tuple[Rule, str]])
     checks: Counter[Rule] = field(default_factory=Counter[Rule])
 
     def silent(self) -> list[Rule]:
-        """Rules that never fired."""
+        """Return the rules that never had anything to check."""
         return [rule for rule in Rule if not self.checks[rule]]
 
     def of(self, rule: Rule) -> list[str]:
@@ -60,7 +60,7 @@ class Report:
 
 
 def reconcile(journals: Path, trace: Path, shards: Iterable[Path], *, seed: int) -> Report:
-    """The report on one run whose processes have ended."""
+    """Return the report on one run whose processes have ended."""
     stored: dict[Key, Stored] = {}
     for shard in shards:
         stored |= stores.read_shard(shard)
@@ -68,7 +68,7 @@ def reconcile(journals: Path, trace: Path, shards: Iterable[Path], *, seed: int)
 
 
 def prove(report: Report, *, without: Collection[Rule] = ()) -> None:
-    """Assert that nothing is broken and that every rule, but for those that this run has nothing for, fired."""
+    """Assert that no rule is violated and that every rule except ``without`` had something to check."""
     assert report.violations == [], [f"{rule.name}: {why}" for rule, why in report.violations[:5]]
     silent = [rule.name for rule in report.silent() if rule not in without]
     assert not silent, f"void: nothing was there for {silent} to check"
@@ -95,7 +95,7 @@ class Reconciler:
                 self._codes[entry["group"], entry["lease"]].append(entry["code"])
 
     def report(self) -> Report:
-        """Every rule, once."""
+        """Apply every rule once."""
         self._pushes()
         self._kept()
         self._leases()
@@ -167,13 +167,13 @@ class Reconciler:
         first: dict[int, Entry] = {}
         lineage = 0
         for entry in self._of("joined", "delivered"):
-            if entry["what"] == "joined":  # later steps than the one it comes back to may be made of other groups now
+            if entry["what"] == "joined":  # steps after the one it resumes from may now contain other groups
                 first = {step: known for step, known in first.items() if step <= entry["version"]}
                 lineage = entry["lineage"]
                 continue
             for member in entry["members"]:
                 self._member(entry["step"], member)
-            if entry["lineage"] < lineage:  # fetched by an older trainer as the next one rolled back
+            if entry["lineage"] < lineage:  # fetched by an older trainer while its successor rolled back
                 continue
             before = first.get(entry["step"])
             if before is not None:
@@ -209,7 +209,7 @@ class Reconciler:
             self._check(Rule.STEPS_KEPT, step in mine, f"step {step} is trained, and no trainer knows of it")
 
     def _written_down(self) -> dict[int, tuple[int, bool]]:
-        """Step -> batch, and whether its version was acknowledged, as the trainers' journals have it in the end."""
+        """Map step to (batch, version acknowledged), as finally recorded in the trainers' journals."""
         mine: dict[int, tuple[int, bool]] = {}
         term = 0
         for entry in self._entries:

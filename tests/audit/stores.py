@@ -1,10 +1,10 @@
-"""The stores' own bytes, read through lmdb and by the words of the file format alone.
+"""Independent reader of the stores' bytes, written from the description of the file format and lmdb alone.
 
-A payload is stored under ``group || lease`` (two big-endian 64-bit numbers): in ``records`` as what is known of it,
-behind the sha256 of its key and it, and as a blob: in the file ``slab`` of the folder ``slabs`` that the record names,
-from byte ``offset`` on, or else in ``payloads``. A blob is ``sfa1``, the length of its description, the
-description (msgpack: name, dtype, shape of each array, sorted by name), then the arrays, each at a multiple of 64
-bytes.
+A payload is stored under ``group || lease`` (two big-endian 64-bit numbers), in two parts. ``records`` holds its
+metadata, preceded by the sha256 of key and metadata. The blob lies in the file ``slab`` of the folder ``slabs`` that
+the record names, starting at byte ``offset``, or else in ``payloads``. A blob consists of ``sfa1``, the length of its
+description, the description (msgpack: name, dtype, shape of each array, sorted by name), and the arrays, each at a
+multiple of 64 bytes.
 """
 
 import hashlib
@@ -21,13 +21,13 @@ from tests.audit.prf import Array
 
 
 class Stored(NamedTuple):
-    """One payload as it lies in a shard's file."""
+    """One payload as stored in a shard's file."""
 
     group: int
     lease: int
     blob: bytes
     record: dict[str, Any]
-    """Empty when it is not what its sha256 says."""
+    """The record of the payload; empty if it does not match its sha256."""
 
     @property
     def sha(self) -> str:
@@ -38,7 +38,7 @@ class Stored(NamedTuple):
 
 
 def read_shard(folder: Path) -> dict[tuple[int, int], Stored]:
-    """Every payload of a shard that nobody has open for writing at the moment."""
+    """Return every payload of a shard that no process currently has open for writing."""
     environment: Any = lmdb.Environment(str(folder), readonly=True, lock=False, max_dbs=8)
     try:
         payloads = environment.open_db(b"payloads", create=False)
@@ -72,7 +72,7 @@ def _record(key: bytes, value: bytes | None) -> dict[str, Any]:
 
 
 def unpacked(blob: bytes) -> dict[str, Array]:
-    """The arrays of a blob."""
+    """Return the arrays of a blob."""
     magic, length = struct.unpack_from("<4sI", blob)
     assert magic == b"sfa1", magic
     place = 8 + length
@@ -89,7 +89,7 @@ def unpacked(blob: bytes) -> dict[str, Array]:
 
 
 def versions_in(folder: Path) -> set[tuple[int, int]]:
-    """(lineage, version) of every version that the parameter server's folder shows."""
+    """Return (lineage, version) of every version in the parameter server's folder."""
     found: set[tuple[int, int]] = set()
     for path in folder.glob("*.json"):
         lineage, _, version = path.stem.partition("-")

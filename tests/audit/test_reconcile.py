@@ -1,4 +1,4 @@
-"""The audit itself: a small run on which every rule has something to say, and for each rule a lie that it catches."""
+"""The audit checks every rule on a small run, and each rule catches a forgery made for it."""
 
 import ast
 import copy
@@ -24,7 +24,7 @@ A, B = "rollout-0.aa", "rollout-1.bb"
 
 
 def blob_of(arrays: dict[str, prf.Array]) -> bytes:
-    """A blob as the format says, written by hand."""
+    """Return a blob as the format specifies it, written by hand."""
     names = sorted(arrays)
     kinds = {"<i4": "int32", "<i8": "int64", "<f4": "float32", "|u1": "uint8"}
     described = msgspec.msgpack.encode([(name, kinds[arrays[name].dtype.str], arrays[name].shape) for name in names])
@@ -35,8 +35,11 @@ def blob_of(arrays: dict[str, prf.Array]) -> bytes:
 
 
 class Run:
-    """Groups 1 to 4, batches of one group; group 1 expires at a worker that comes back too late, a trainer comes back
-    from version 1 and is fenced by another one."""
+    """Groups 1 to 4 in batches of one group.
+
+    Group 1 expires at a worker that comes back too late. One trainer resumes from version 1 and is then fenced by
+    another.
+    """
 
     def __init__(self) -> None:
         self.journals: dict[str, list[Entry]] = {"rollout-0": [], "rollout-1": [], "trainer": [], "trainer-b": []}
@@ -129,7 +132,7 @@ class Run:
         self.publish("trainer-b", 3, 3, 4, lineage=1)
 
     def report(self, folder: Path) -> Report:
-        """What the audit says of it."""
+        """Return the report of the audit on this run."""
         trace = folder / "trace.jsonl"
         lines = [json.dumps({"seq": seq, **event}) + "\n" for seq, event in enumerate(self.trace, start=1)]
         trace.write_text("".join(lines))

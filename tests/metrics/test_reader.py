@@ -1,4 +1,4 @@
-"""Lines of ``metrics.jsonl``: what is a number is read, and nothing else stops the reader."""
+"""The reader of ``metrics.jsonl`` returns every number and skips everything else without stopping."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Real sockets on the loop that the product uses; every endpoint and client of a test is closed at its end."""
+"""Real sockets on the product's event loop; every endpoint and client of a test is closed when the test ends."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +18,7 @@ from staleflow.protocols.wire.codec import decode_reply
 from staleflow.protocols.wire.messages import Reply
 
 FAST = TransportLimits(heartbeat_s=0.4, retry_s=0.5, retry_cap_s=0.6)
-"""Shorter times than usual, so that a test sees a peer leave soon."""
+"""Shorter intervals than the defaults, so that a test sees a peer leave soon."""
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def ipc(short_dir: Path) -> str:
 
 
 class RawPeer:
-    """A plain ZeroMQ socket that may say anything."""
+    """A plain ZeroMQ socket that can send arbitrary bytes."""
 
     def __init__(self, kind: int) -> None:
         self.zmq: zmq.Socket[bytes] = context().socket(kind)
@@ -36,18 +36,18 @@ class RawPeer:
         self.zmq.set(zmq.RCVHWM, 0)
 
     async def hear(self) -> list[bytes]:
-        """The next message; ``zmq.Again`` after five seconds."""
+        """Return the next message; raise ``zmq.Again`` after five seconds."""
         return await asyncio.to_thread(self.zmq.recv_multipart)
 
     async def ask(self, *parts: bytes) -> tuple[int, Reply]:
-        """Send the parts and decode the header that comes back."""
+        """Send the parts and decode the header of the reply."""
         self.zmq.send_multipart(parts)
         return decode_reply((await self.hear())[0])
 
 
 @dataclass
 class Network:
-    """Starts peers and closes them."""
+    """Factory of peers; closes all of them."""
 
     limits: TransportLimits = FAST
     endpoints: list[Endpoint] = field(default_factory=list[Endpoint])
@@ -64,7 +64,7 @@ class Network:
         on_reject: Callable[[str, Code, str], None] | None = None,
         limits: TransportLimits | None = None,
     ) -> Endpoint:
-        """An endpoint that serves."""
+        """Start an endpoint that serves."""
         endpoint = Endpoint(
             bind,
             on_call=on_call,
@@ -83,7 +83,7 @@ class Network:
         return client
 
     def dealer(self, address: str, route: bytes = b"") -> RawPeer:
-        """A raw peer of an endpoint, with a route of its own if none is given."""
+        """Connect a raw peer to an endpoint, under a generated route unless one is given."""
         peer = RawPeer(zmq.DEALER)
         peer.zmq.set(zmq.ROUTING_ID, route or f"raw-{len(self.raw)}/0".encode())
         self.raw.append(peer)
@@ -91,14 +91,14 @@ class Network:
         return peer
 
     def router(self, address: str) -> RawPeer:
-        """A raw peer of a client."""
+        """Bind a raw peer for a client to connect to."""
         peer = RawPeer(zmq.ROUTER)
         self.raw.append(peer)
         peer.zmq.bind(address)
         return peer
 
     async def until(self, holds: Callable[[], object]) -> None:
-        """Return once it holds; ``TimeoutError`` after ten seconds."""
+        """Return once the condition holds; raise ``TimeoutError`` after ten seconds."""
         async with asyncio.timeout(10):
             while not holds():  # noqa: ASYNC110 - what is waited for has no event
                 await asyncio.sleep(0.01)

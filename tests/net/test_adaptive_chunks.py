@@ -1,4 +1,4 @@
-"""How much goes over a connection at once is learned from its answers."""
+"""The number of bytes sent over a connection at once adapts to the time of its answers."""
 
 import asyncio
 
@@ -30,7 +30,7 @@ def test_answers_to_less_make_it_no_larger() -> None:
     portion = AdaptiveChunk(MOST)
     portion.took(FIRST_BYTES, 0.0)
     for _ in range(3):
-        portion.took(FIRST_BYTES, 0.0)  # was under way already
+        portion.took(FIRST_BYTES, 0.0)  # was already in flight
     assert portion.nbytes == 2 * FIRST_BYTES
     portion.took(FIRST_BYTES + 1, 0.0)  # as many groups as fitted
     assert portion.nbytes == 4 * FIRST_BYTES

@@ -1,4 +1,4 @@
-"""What may be bound: loopback and Unix sockets, and nothing that somebody else uses."""
+"""Only loopback and Unix sockets may be bound, and no address that another process uses."""
 
 import socket
 from collections.abc import Iterator
@@ -128,4 +128,4 @@ def test_a_refused_bind_leaves_no_socket_behind() -> None:
     for _ in range(3):
         with pytest.raises(ConfigError):
             open_at("tcp://0.0.0.0:5000")
-    zmq.Context.instance().term()  # would wait for ever for an open socket
+    zmq.Context.instance().term()  # would block until every open socket is closed

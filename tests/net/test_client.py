@@ -1,4 +1,4 @@
-"""The client side: answers come whatever happens to the connection, or the caller is told plainly."""
+"""A client receives its answer despite any fault of the connection, or the caller gets a clear error."""
 
 import asyncio
 import errno
@@ -34,7 +34,7 @@ def echo(call: Call) -> None:
 
 
 async def bound_again(network: "Network", address: str) -> Endpoint:
-    """An endpoint at an address whose former owner is just letting go of it."""
+    """Bind an endpoint at an address that its former owner is still releasing."""
     async with asyncio.timeout(5):
         while True:
             try:
@@ -127,7 +127,7 @@ async def test_a_call_survives_the_restart_of_its_server(network: "Network", ipc
 
 
 async def test_a_dead_connection_is_replaced(network: "Network") -> None:
-    """A listener takes the connection and never says a word; then the real server takes its port."""
+    """A listener accepts the connection and never sends a byte; then the real server takes its port."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
         call = asyncio.create_task(network.client(address).call(GetStatus(), timeout_s=None))
@@ -139,7 +139,7 @@ async def test_a_dead_connection_is_replaced(network: "Network") -> None:
 
 
 class Scarce(Sockets):
-    """Counts the sockets that clients ask for, and has none for them while ``out``."""
+    """Sockets that count the requests of clients, and grant none while ``out``."""
 
     def __init__(self, reason: Exception) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ async def test_a_socket_that_cannot_be_made_whole_is_closed(
 
 async def test_what_is_sent_again_all_the_time_leaves_room_for_pings(network: "Network", ipc: str) -> None:
     endpoint, sockets = network.endpoint(ipc, lambda call: None), Scarce(OSError())
-    limits = replace(network.limits, retry_s=0.02, retry_cap_s=0.04)  # something is said all the time
+    limits = replace(network.limits, retry_s=0.02, retry_cap_s=0.04)  # the client sends continuously
     client = Client(ipc, worker=WorkerId("worker-0.1"), limits=limits, transport=sockets)
     network.clients.append(client)
     call = asyncio.create_task(client.call(GetStatus(), timeout_s=None))
@@ -235,7 +235,7 @@ async def test_a_client_whose_own_loop_was_held_up_keeps_its_connection(network:
     await client.call(GetStatus())
     time.sleep(2 * network.limits.silence_s)  # noqa: ASYNC251 - a blocking call is what this is about
     assert (await client.call(GetStatus()))[0] == Done()
-    assert endpoint.peers == ["worker-0.1"]  # the server was held up as well: it gave nobody up either
+    assert endpoint.peers == ["worker-0.1"]  # the server was stopped as well, so it dropped no peer either
 
 
 async def test_a_cancelled_call_is_forgotten(network: "Network", ipc: str) -> None:
@@ -394,7 +394,7 @@ def test_closing_a_blocking_client_fails_what_waits(ipc: str) -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    time.sleep(0.1)  # most likely it waits now; if not, it meets a closed client
+    time.sleep(0.1)  # most likely the thread waits now; otherwise it meets a closed client
     client.close()
     thread.join(5)
     assert failures == [ipc]

@@ -1,4 +1,4 @@
-"""What ZeroMQ does not bound: messages without an end, connections that say nothing, and too many of them."""
+"""The server bounds what ZeroMQ leaves unbounded: endless messages, silent connections, the number of connections."""
 
 import asyncio
 import resource
@@ -57,7 +57,7 @@ def cut(endpoint: Endpoint) -> int:
 
 
 def unfinished(endpoint: Endpoint) -> int:
-    """Bytes of the one connection that no whole message accounts for, now."""
+    """Return the bytes of the only connection that belong to no complete message yet."""
     link = endpoint._link  # pyright: ignore[reportPrivateUsage]
     assert isinstance(link, Listener)
     link.connections.scan()
@@ -74,7 +74,7 @@ async def test_a_message_without_an_end_is_cut_off(network: "Network", hostile: 
     await asyncio.to_thread(peer.greet)
     peer.ping()
     await network.until(lambda: endpoint.peers != ["worker-0.1"])
-    await asyncio.to_thread(peer.send, BIG * 2)  # a large message may be on its way
+    await asyncio.to_thread(peer.send, BIG * 2)  # a large message may be in flight
     await asyncio.sleep(1.5)
     assert not peer.is_cut()
     await asyncio.to_thread(peer.send, BIG * 2)
@@ -95,7 +95,7 @@ async def test_who_has_said_nothing_yet_may_send_little(network: "Network", host
             peer.send(GREETING)
         peer.send(BIG)  # a megabyte of an unfinished first message
         await network.until(peer.is_cut)
-    assert cut(endpoint) >= 1  # the first one may have been thrown out by ZeroMQ itself: its handshake is no handshake
+    assert cut(endpoint) >= 1  # ZeroMQ itself may have cut the first one: its handshake is invalid
 
 
 async def test_many_small_unfinished_messages_together_are_too_much(network: "Network", hostile: list[Hostile]) -> None:
@@ -105,7 +105,7 @@ async def test_many_small_unfinished_messages_together_are_too_much(network: "Ne
         hostile.append(peer)
         await asyncio.to_thread(peer.greet)
         peer.ping()
-    await asyncio.sleep(1.2)  # a scan has heard them all
+    await asyncio.sleep(1.2)  # a scan has received a ping from each of them
     for peer in hostile:
         await asyncio.to_thread(peer.send, BIG * 2)
     await network.until(lambda: sum(peer.is_cut() for peer in hostile) == 2)  # 12 MiB; 9 may stay
@@ -121,7 +121,7 @@ async def test_a_connection_that_says_nothing_is_cut(network: "Network", hostile
     hostile += [await asyncio.to_thread(Hostile, port) for _ in range(3)]
     await asyncio.to_thread(hostile[1].greet)
     await asyncio.to_thread(hostile[2].greet)
-    hostile[2].ping()  # and then never again
+    hostile[2].ping()  # the only ping that it sends
     began = time.monotonic()
     await network.until(lambda: all(peer.is_cut() for peer in hostile))
     assert time.monotonic() - began > 0.5
@@ -143,7 +143,7 @@ async def test_of_too_many_connections_the_silent_ones_go(network: "Network", ho
 
 
 async def test_large_messages_in_a_row_are_no_offence(network: "Network") -> None:
-    """Also as the first words of a connection: the client says something small before."""
+    """The messages are also legal at the start of a connection: the client sends a small one first."""
     endpoint, _ = serve(network, replace(SMALL, max_message_bytes=32 * MIB, max_unfinished_bytes=40 * MIB))
     client = network.client(endpoint.address, limits=replace(FAST, max_message_bytes=32 * MIB))
     payload = bytes(24 * MIB)
@@ -154,7 +154,7 @@ async def test_large_messages_in_a_row_are_no_offence(network: "Network") -> Non
 
 async def test_a_connection_that_is_cut_comes_back_by_itself(network: "Network") -> None:
     endpoint, _ = serve(network, replace(SMALL, idle_s=0.6))
-    quiet = replace(FAST, heartbeat_s=60.0)  # says nothing by itself
+    quiet = replace(FAST, heartbeat_s=60.0)  # sends nothing unless called
     client = Client(endpoint.address, worker=WorkerId("worker-0.1"), limits=quiet)
     network.clients.append(client)
     await client.ask(Drain(why=""), Done)
@@ -164,7 +164,7 @@ async def test_a_connection_that_is_cut_comes_back_by_itself(network: "Network")
 
 @pytest.mark.parametrize("with_keys", [False, True])
 async def test_what_travels_is_counted_to_the_byte(network: "Network", tmp_path: Path, *, with_keys: bool) -> None:
-    """Else an honest connection would be cut one day: only its handshake is not of whole messages."""
+    """A wrong count would eventually cut an honest connection, as only its handshake is outside whole messages."""
     served, asking = Sockets(), Sockets()
     if with_keys:
         assert main(["keygen", str(tmp_path / "keys")]) == 0
@@ -185,11 +185,11 @@ async def test_what_travels_is_counted_to_the_byte(network: "Network", tmp_path:
 
 
 async def test_a_server_that_stood_still_blames_nobody(network: "Network") -> None:
-    """What was said meanwhile lies unread in its sockets."""
+    """Messages that arrived during the stop lie unread in the server's sockets."""
     endpoint, _ = serve(network, replace(SMALL, idle_s=1.0))
     client = network.client(endpoint.address)
     await client.ask(Drain(why=""), Done)
-    unfinished(endpoint)  # a scan: from here on it counts as silent
+    unfinished(endpoint)  # a scan: from here on the connection counts as silent
     time.sleep(2.5)  # noqa: ASYNC251 - the loop stands still, as after SIGSTOP
     await asyncio.sleep(0.3)
     assert await client.ask(Drain(why=""), Done) == Done()
@@ -233,7 +233,7 @@ def server(request: pytest.FixtureRequest) -> "Iterator[tuple[subprocess.Popen[s
 
 
 def peak_bytes(pid: int) -> int:
-    """Most memory that a process ever had."""
+    """Return the peak resident memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
@@ -242,8 +242,10 @@ def peak_bytes(pid: int) -> int:
 def test_a_flood_does_not_fill_the_memory_of_a_server(
     server: "tuple[subprocess.Popen[str], str]", data: bytes, least: int
 ) -> None:
-    """Several peers flood at once, again as soon as they are cut off; others are served meanwhile. Unbounded, what is
-    sent here would take more than 700 MiB."""
+    """Several peers flood at once and reconnect whenever they are cut off, while others are served.
+
+    Without a bound, the bytes sent here would take more than 700 MiB.
+    """
     process, address = server
     rest = peak_bytes(process.pid)
     honest = BlockingClient(address, worker=WorkerId("honest.1"))
@@ -273,7 +275,7 @@ def test_a_flood_does_not_fill_the_memory_of_a_server(
 
 @pytest.mark.parametrize("server", [["1024"]], indirect=True)
 def test_idle_connections_do_not_exhaust_descriptors(server: "tuple[subprocess.Popen[str], str]") -> None:
-    """2,000 of them to a server that may open 1,024 files."""
+    """Open 2,000 connections to a server that may open 1,024 files."""
     process, address = server
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4_096), hard), hard))

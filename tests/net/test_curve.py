@@ -1,4 +1,4 @@
-"""Endpoints with keys, over real TCP: who gets in, who may ask what, and keys that come and go."""
+"""Endpoints with keys over real TCP admit only allowed keys, limit each role's requests, and follow key changes."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ FINISHED = Finished(trainer_term=TrainerTerm(0))
 
 
 class Guarded:
-    """An endpoint with keys that says yes to every call, and clients with keys of any role."""
+    """An endpoint with keys that accepts every call, and clients with keys of any role."""
 
     def __init__(self, network: "Network", folder: Path) -> None:
         self.folder = folder
@@ -42,7 +42,7 @@ class Guarded:
         self.strangers: list[str] = []
         self.gone: list[str] = []
         self.others: set[tuple[str, Role, str]] = set()
-        """Names, and who may not come by them: role and key."""
+        """(name, role, key) of processes that may not take the name."""
         self.allowed = folder / "allowed.toml"
         sockets = Sockets(read_key(folder / "server.key"), AllowList(self.allowed))
         sockets.on_rejected = lambda address, public: self.strangers.append(public)
@@ -66,7 +66,7 @@ class Guarded:
         call.reply(Done() if not isinstance(call.body, GetStatus) else Status(values={}), call.frames)
 
     def client(self, key: str | None, name: str = "worker-0.1") -> Client:
-        """``key``: name of a file in the folder; None comes without a key."""
+        """Create a client with the key in the folder's file ``key``; None connects without a key."""
         sockets = Sockets(read_key(self.folder / f"{key}.key")) if key else Sockets()
         client = Client(self.endpoint.address, worker=WorkerId(name), limits=self.network.limits, transport=sockets)
         self.network.clients.append(client)
@@ -87,7 +87,7 @@ def folder(tmp_path: Path) -> Path:
 async def guarded(network: "Network", folder: Path) -> AsyncIterator[Guarded]:
     yield Guarded(network, folder)
     await network.close()
-    end_context()  # the endpoint's own context ends, too
+    end_context()  # the endpoint's own context ends too
 
 
 async def ping_on(client: Client) -> None:
@@ -154,7 +154,7 @@ async def test_a_client_does_not_speak_to_a_server_with_another_key(
 
 
 async def test_what_travels_is_encrypted_only_with_keys(guarded: Guarded, network: "Network") -> None:
-    """A relay on the way sees the words of a plain connection, and none of a guarded one."""
+    """A relay on the path can read the bytes of a plain connection and none of an encrypted one."""
     plain = network.endpoint(LOOPBACK, lambda call: call.reply(Done()))
     word = b"a secret word of a trajectory"
     for address, sockets, sees in (
@@ -180,7 +180,7 @@ async def test_a_revoked_key_is_out_at_once_and_a_new_one_is_in(guarded: Guarded
     with pytest.raises(Refused) as caught:
         await asyncio.wait_for(ping_on(client), 8)
     assert caught.value.code is Code.DENIED
-    await guarded.network.until(lambda: guarded.strangers)  # its connection was cut, and it is not let in again
+    await guarded.network.until(lambda: guarded.strangers)  # its connection was cut, and its reconnects fail
     await guarded.client("next", "worker-2.1").call(Ping())
 
 
@@ -208,7 +208,7 @@ async def test_who_only_looks_keeps_nobody_from_his_name_and_hides_nobodys_end(g
     assert await owner.ask(FINISHED, Done) == Done()
     assert (await refused(guarded.client("monitor", "trainer.1"), Ping())).detail == "trainer.1 has another key"
     owner.close()
-    await guarded.network.until(lambda: guarded.gone == ["trainer.1"])  # they are still there
+    await guarded.network.until(lambda: guarded.gone == ["trainer.1"])  # both are still attached
     assert await guarded.client("trainer", "trainer.1").ask(FINISHED, Done) == Done()
 
 
@@ -258,7 +258,7 @@ async def test_a_unix_socket_is_for_this_user_only(network: "Network", ipc: str)
 
 
 class Relay:
-    """Passes bytes between a client and a server, and remembers them."""
+    """Relay of bytes between a client and a server that keeps a copy of them."""
 
     def __init__(self, address: str) -> None:
         self._to = int(address.rpartition(":")[2])

@@ -1,4 +1,4 @@
-"""The server side against real clients and raw sockets."""
+"""The server side works with real clients and withstands raw sockets."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ STATUS = encode_request(1, GetStatus())
 
 
 def stand_still(seconds: float) -> None:
-    """Keep the loop from running, as a stopped process does."""
+    """Block the event loop, as SIGSTOP does."""
     time.sleep(seconds)
 
 
@@ -87,7 +87,7 @@ async def test_a_retry_of_a_pending_call_runs_once_and_of_an_answered_one_again(
 
 
 class Watched(Sockets):
-    """Notes the route of each message that an endpoint is handed."""
+    """Record the route of each message that an endpoint receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Watched(Sockets):
 
 
 async def test_what_a_replaced_connection_left_unread_does_not_run_as_anothers(network: "Network", ipc: str) -> None:
-    """ZeroMQ gives the older of two connections of one name another one, and hands out what lay unread by it."""
+    """ZeroMQ renames the older of two connections with one name, and then delivers its unread messages."""
     callers: set[str] = set()
     watched = Watched()
     endpoint = Endpoint(ipc, on_call=lambda call: callers.add(call.peer), transport=watched)
@@ -112,7 +112,7 @@ async def test_what_a_replaced_connection_left_unread_does_not_run_as_anothers(n
     network.tasks.append(asyncio.create_task(endpoint.serve()))
     async with asyncio.timeout(10):
         while not any(route.startswith(b"\0") for route in watched.routes):
-            for _ in range(2):  # while nothing is read: the loop stands still
+            for _ in range(2):  # the loop is blocked, so nothing is read meanwhile
                 peer = network.dealer(ipc, b"worker.1/0")
                 for id in range(1, 101):
                     peer.zmq.send(encode_request(id, GetStatus()))
@@ -172,7 +172,7 @@ async def test_a_pause_of_the_server_counts_against_no_peer(network: "Network", 
     network.dealer(ipc, b"patient.1/0").zmq.send(STATUS)
     await network.until(lambda: endpoint.peers)
     stand_still(2 * network.limits.silence_s)
-    await asyncio.sleep(1.5 * network.limits.heartbeat_s)  # two sweeps later it has not had its whole silence yet
+    await asyncio.sleep(1.5 * network.limits.heartbeat_s)  # two sweeps later its silence limit has not passed yet
     assert gone == []
     await network.until(lambda: gone)
 
@@ -199,7 +199,7 @@ async def test_an_answer_to_a_vanished_peer_is_dropped(network: "Network", ipc: 
     await network.until(lambda: held)
     peer.zmq.close(0)
     async with asyncio.timeout(5):
-        while not endpoint.counts.undelivered:  # until the system tells that the connection is closed
+        while not endpoint.counts.undelivered:  # until the system reports that the connection is closed
             held[0].answered = False
             held[0].reply(Done(), [b"x" * 100_000])
             await asyncio.sleep(0.01)
@@ -255,7 +255,7 @@ async def test_a_malformed_message_is_refused_and_others_go_on(
     assert isinstance(reply, Refusal)
     assert reply.code is Code.MALFORMED
     assert endpoint.counts.malformed == 1
-    assert endpoint.peers == []  # what never said a word is no peer
+    assert endpoint.peers == []  # a connection without a valid message is no peer
     assert (await network.client(ipc).call(GetStatus()))[0] == Done()
 
 
@@ -316,13 +316,13 @@ async def test_the_bytes_of_calls_that_wait_are_bounded(network: "Network", ipc:
         peer.zmq.send_multipart([STATUS, bytes(1_000)])
     await network.until(lambda: len(held) == 2 and endpoint.counts.busy == 1)
     held[0].reply(Done())
-    for peer in peers:  # the one that was answered, the one that waits, the one that was told to come back
+    for peer in peers:  # the answered one, the waiting one, and the one that was rejected with BUSY
         peer.zmq.send_multipart([STATUS, bytes(1_000)])
     await network.until(lambda: len(held) == 3 and endpoint.counts.busy == 2)
     assert endpoint.counts.repeated == 1
     for peer in peers:
         peer.zmq.close(0)
-    await network.until(lambda: endpoint.peers == [])  # who is gone holds nothing
+    await network.until(lambda: endpoint.peers == [])  # a disconnected peer holds nothing
     again = network.dealer(ipc, b"w-4/1")
     again.zmq.send_multipart([STATUS, bytes(2_400)])
     await network.until(lambda: len(held) == 4)
@@ -341,7 +341,7 @@ async def test_too_many_pending_calls_of_one_peer_are_refused_busy(network: "Net
             ["Refusal", "busy", "3 calls of this peer are pending; retry later", 1_000, 0],
         ]
     assert (len(held), endpoint.counts.busy) == (3, 2)
-    network.dealer(ipc).zmq.send(STATUS)  # another peer is not concerned
+    network.dealer(ipc).zmq.send(STATUS)  # another peer is not affected
     await network.until(lambda: len(held) >= 4)
 
 

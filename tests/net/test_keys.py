@@ -1,4 +1,4 @@
-"""Keys in files, who is allowed, and what each role may ask."""
+"""Key files load, the allow list decides which keys may connect, and each role has its own set of requests."""
 
 import errno
 import os
@@ -54,7 +54,7 @@ def test_keygen_overwrites_nothing(keys: Path, capsys: pytest.CaptureFixture[str
     assert main(["keygen", str(keys)]) == 2
     assert "the folder exists and is not empty" in capsys.readouterr().err
     assert main(["keygen", str(keys), "--add", "stage", "--name", "rollout"]) == 2
-    write_allowed(keys / "allowed.toml", {})  # nobody has the name any more, but its file is there
+    write_allowed(keys / "allowed.toml", {})  # no key has the name any more, but its file still exists
     assert main(["keygen", str(keys), "--add", "stage", "--name", "rollout"]) == 2
     before["allowed.toml"] = (keys / "allowed.toml").read_bytes()
     assert {path.name: path.read_bytes() for path in keys.iterdir()} == before
@@ -149,7 +149,7 @@ def test_a_revocation_that_cannot_be_read_at_first_is_applied_later(
 def test_an_allow_list_that_is_half_written_shuts_nobody_out(
     keys: Path, caplog: pytest.LogCaptureFixture, written: int
 ) -> None:
-    """``scp`` empties a file and then fills it: a look in between finds TOML, up to some line."""
+    """``scp`` truncates a file and then fills it: a read in between finds valid TOML up to some line."""
     path, server = keys / "allowed.toml", read_key(keys / "server.key").public
     main(["keygen", str(keys), "--add", "rollout", "--name", "gpu-box-7"])
     held, allowed = read_key(keys / "rollout.key").public, AllowList(path)
@@ -171,7 +171,7 @@ def test_every_verb_is_in_the_table() -> None:
 
 
 def body(kind: type[typing.Any]) -> typing.Any:
-    """A request of that kind with fields of the right types, in the name of ``ME``."""
+    """Return a request of that kind with fields of the right types, in the name of ``ME``."""
     values: dict[str, typing.Any] = {}
     for part in msgspec.structs.fields(kind):
         if part.name in ("worker", "trainer"):

@@ -1,4 +1,4 @@
-"""The transport without sockets: answered later, never from inside, and not at all once a peer has left."""
+"""The transport without sockets replies later, never from inside the call, and not at all once a peer has left."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from staleflow.protocols.wire.messages import Done, Ping, Pong, Refusal, Reply
 
 
 class Server:
-    """Keeps the calls that it gets; ``deliver`` is the owner's turn."""
+    """Server that keeps the calls it receives; ``deliver`` is a turn of its owner."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -64,7 +64,7 @@ def test_who_comes_back_under_its_name_is_another_peer() -> None:
 
 
 def client(on_call: Callable[[Call], None]) -> MemoryClient:
-    """Its server is ``on_call``; made inside a running loop."""
+    """Create a client whose server is ``on_call``; requires a running loop."""
     loop = asyncio.get_running_loop()
 
     def later(deliver: Callable[[], None]) -> None:

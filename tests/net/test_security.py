@@ -1,4 +1,4 @@
-"""Which key a process takes, and how a server that is bound to every interface is found."""
+"""Each process loads the right key, and a server that is bound to every interface can be found."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def test_the_environment_names_another_file(folder: Path, monkeypatch: pytest.Mo
 def test_the_environment_names_a_folder_of_which_each_process_takes_its_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine of a launched run: the configuration names a folder that is on another one."""
+    """A machine of a launched run finds its keys although the configuration names a folder of another machine."""
     monkeypatch.setenv(VARIABLE, str(folder))
     elsewhere = config(Path("/not/here"))
     assert key_of(client_sockets(None, Role.ROLLOUT)) == (Role.ROLLOUT, "rollout.key")

@@ -1,4 +1,4 @@
-"""What a peer does not take is bounded, and costs nobody else anything."""
+"""The bytes queued for a peer that does not read are bounded, and other peers do not pay for them."""
 
 import asyncio
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Bytes of versions over connections: which way pays, and how fast they may come."""
+"""Bytes of versions take the faster way over connections, and no faster than the configured pace."""
 
 import asyncio
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ DATA = bytes(range(256)) * (8 * CHUNK_BYTES // 256)
 
 
 class Link(Client):
-    """To a server of ``DATA``. Carries no answer that has more than ``most`` bytes, and no pong either."""
+    """Connection to a server of ``DATA``. Drops answers of more than ``most`` bytes, and every pong."""
 
     def __init__(self, most: int = 1 << 30) -> None:
         super().__init__(ADDRESS, worker=ASKED.worker)

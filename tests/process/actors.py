@@ -1,10 +1,10 @@
-"""Witnesses: a rollout worker, a reward worker and a trainer over the shipped client, each with a journal of its own.
+"""Witnesses: a rollout worker, a reward worker and a trainer over the shipped client, each with its own journal.
 
-They write what they are about to do, and what came of it; payload and weights are functions of their names, so that the
-audit can tell whose bytes are whose. They are no good citizens: a rollout worker pushes whatever lease it ever had, a
-trainer that is fenced tries everything else as well.
+Each witness records its intention before every step and the outcome after it. Payload and weights are functions of
+their names, so the audit can attribute every byte. The witnesses deliberately misbehave: a rollout worker pushes under
+every lease it ever held, and a fenced trainer tries every other operation as well.
 
-As processes of their own: ``python -m tests.process.actors ROLE RUN_DIR NAME [KEY=VALUE ...]``.
+To run one as a separate process: ``python -m tests.process.actors ROLE RUN_DIR NAME [KEY=VALUE ...]``.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ FENCED_EXIT = 3
 
 
 class Actor:
-    """What all have: a name, a journal, connections."""
+    """Common parts of all witnesses: name, journal, connections."""
 
     def __init__(self, run_dir: Path, name: str) -> None:
         self.run_dir = run_dir
@@ -94,7 +94,7 @@ class Actor:
 
 
 class Rollout(Actor):
-    """Takes leases and pushes a group for each after ``hold_s`` on average; ``stubborn``: aborted ones as well."""
+    """Push one group per lease after ``hold_s`` on average; if ``stubborn``, push under aborted leases as well."""
 
     def __init__(
         self, run_dir: Path, name: str, *, capacity: int = 16, hold_s: float = 0.0, stubborn: bool = False
@@ -178,7 +178,8 @@ class Rollout(Actor):
         try:
             shard, push = self.shards[lease.shard], PushGroups(items=[item])
             while (code := (await shard.ask(push, Results, frames, timeout_s=None)).results[0].code) is Code.BUSY:
-                await shard.ask(PushGroups(items=[]), Results, timeout_s=None)  # the same bytes again, once it has room
+                # once the shard has room, push the same bytes again
+                await shard.ask(PushGroups(items=[]), Results, timeout_s=None)
         except Refused as no:
             code = no.code
         self.journal.write("answered", code="" if code is None else code.value, **names)
@@ -194,7 +195,7 @@ class Rollout(Actor):
 
 
 class Rewarder(Actor):
-    """Scores what one shard has."""
+    """Reward worker that scores the groups of one shard."""
 
     def __init__(self, run_dir: Path, name: str, *, shard: int = 0) -> None:
         super().__init__(run_dir, name)
@@ -218,10 +219,10 @@ class Rewarder(Actor):
 
 
 class Trainer(Actor):
-    """Takes batches and publishes versions. ``die`` names a point at which it kills itself, in step ``at``:
+    """Take batches and publish versions. ``die`` names the point of step ``at`` at which the trainer kills itself.
 
-    ``delivered`` (it has the batch), ``stepped`` (the optimiser's step is done, nothing is published), ``published``
-    (the new version is out, and it does not know).
+    ``delivered``: the trainer has the batch. ``stepped``: the optimiser step is done, nothing is published.
+    ``published``: the new version is published, and the trainer has not received the reply.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class Trainer(Actor):
         self.version = 0
 
     async def run(self, steps: int = 1_000_000) -> None:
-        """Train; ``SystemExit`` when another trainer has taken over, after everything else was tried too."""
+        """Train; raise ``SystemExit`` once another trainer has taken over and every other operation has been tried."""
         await attach(self.scheduler, Attach(worker=self.me, name=self.name, role="trainer"), parameters=True)
         await self._join()
         while self.version < steps:
@@ -302,7 +303,7 @@ class Trainer(Actor):
         )
 
     async def _save(self) -> None:
-        """First the file, then the word that there is one."""
+        """Write the checkpoint file first, then register it with the scheduler."""
         part = self._checkpoint.with_suffix(".part")
         part.write_bytes(msgspec.json.encode((self._joined.lineage, self.version)))
         part.replace(self._checkpoint)
@@ -314,7 +315,7 @@ class Trainer(Actor):
         await self.scheduler.ask(said, RegisterCheckpointReply, timeout_s=None)
 
     async def _insist(self) -> None:
-        """Fenced once, it tries everything; each no is written down, and so is each yes."""
+        """Try every operation after being fenced, and journal each rejection and each success."""
         term, lineage, version = self._joined.trainer_term, self._joined.lineage, self.version + 1
         again = RegisterVersion(
             trainer_term=term, lineage=lineage, version=Version(version), batch=BatchId(1), sha="0" * 64, nbytes=1

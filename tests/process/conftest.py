@@ -1,4 +1,4 @@
-"""Run directories with short paths: a socket's path may have 107 bytes."""
+"""Run directories with short paths: the path of a Unix socket is limited to 107 bytes."""
 
 import shutil
 import signal
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def run_dir() -> Iterator[Path]:
-    """A run directory that does not exist yet."""
+    """Path of a run directory that does not exist yet."""
     parent = Path(tempfile.mkdtemp(prefix="sf-"))
     yield parent / "run"
     shutil.rmtree(parent, ignore_errors=True)
@@ -19,5 +19,5 @@ def run_dir() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _interruptible() -> None:
-    """Whoever starts the tests in the background may have told them to ignore Ctrl-C, and they their children."""
+    """Restore Ctrl-C: tests that are started in the background, and their children, may inherit an ignored SIGINT."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""The servers of a run as real processes, to be killed, stopped and started again. No supervisor: the test is it."""
+"""The servers of a run as real processes. The test takes the supervisor's place and kills, stops and restarts them."""
 
 import asyncio
 import contextlib
@@ -22,14 +22,14 @@ from tests.servers.running import config_of
 
 SHARDS = 2
 START_S = 40.0
-"""Until a server must answer, on a machine that is busy with other things."""
+"""Time limit for a server to reply after its start, on a machine with other load."""
 GRACE_S = 10.0
-"""For a process that was asked to end."""
+"""Time limit for a process to exit after SIGTERM."""
 _CLI = (sys.executable, "-m", "staleflow.cli")
 
 
 class Fleet:
-    """One run's processes by name: scheduler, trajectories-0, ..., parameters, and actors."""
+    """Processes of one run by name: scheduler, trajectories-0, ..., parameters, and actors."""
 
     def __init__(self, run_dir: Path, **sections: dict[str, Any]) -> None:
         from staleflow.configs.loading.load import addresses
@@ -77,7 +77,7 @@ class Fleet:
         self._spawn(name, (*_CLI, *words))
 
     def act(self, role: str, name: str, **options: object) -> None:
-        """Start an actor as a process of its own."""
+        """Start an actor as a separate process."""
         given = [f"{key}={value}" for key, value in options.items()]
         self._spawn(name, (sys.executable, "-m", "tests.process.actors", role, str(self.run_dir), name, *given))
 
@@ -98,19 +98,19 @@ class Fleet:
         self._processes[name].send_signal(number)
 
     def kill(self, name: str) -> None:
-        """``kill -9``, and gone when this returns."""
+        """Send ``kill -9``; the process has exited when this returns."""
         self.signal(name, signal.SIGKILL)
         self._processes.pop(name).wait()
 
     async def end(self, name: str) -> tuple[int, float]:
-        """SIGTERM; the exit code and the seconds that it took."""
+        """Send SIGTERM; return the exit code and the seconds until the exit."""
         started = time.monotonic()
         self.signal(name, signal.SIGTERM)
         code = await self.ended(name, GRACE_S)
         return code, time.monotonic() - started
 
     async def ended(self, name: str, within_s: float) -> int:
-        """The exit code of a process that ends by itself."""
+        """Return the exit code of a process that exits without a signal."""
         process = self._processes[name]
         async with asyncio.timeout(within_s):
             while process.poll() is None:  # noqa: ASYNC110
@@ -118,7 +118,7 @@ class Fleet:
         return self._processes.pop(name).wait()
 
     async def answers(self, name: str) -> float:
-        """Wait until a server answers; the seconds since its process was started."""
+        """Wait until a server replies; return the seconds since the start of its process."""
         client = Client(self.where[name], worker=worker_id("probe"))
         try:
             async with asyncio.timeout(START_S):
@@ -132,7 +132,7 @@ class Fleet:
         return time.time() - float(psutil.Process(self._processes[name].pid).create_time())
 
     def cpu_s(self, name: str) -> float:
-        """Seconds that a process has computed so far."""
+        """CPU seconds that a process has used so far."""
         times = psutil.Process(self._processes[name].pid).cpu_times()
         return float(times.user + times.system)
 
@@ -141,12 +141,12 @@ class Fleet:
             return admin.status()
 
     def said(self, name: str) -> str:
-        """What a process printed."""
+        """Output of a process."""
         return (self.run_dir / "logs" / f"{name}.out").read_text()[-2000:]
 
 
 def _steady(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A run that never comes to its end, whose groups are never filtered."""
+    """Configuration of a run that never finishes and never filters a group."""
     fixed: dict[str, dict[str, Any]] = {
         "staleness": {"max_staleness": 3},
         "trainer": {"batch_size": 48, "steps": 1_000_000},

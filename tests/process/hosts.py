@@ -1,6 +1,6 @@
 """Hosts on one machine: network namespaces on a switch, each with its own address, boot id, host name and home.
 
-Needs root and iproute2. Nothing of it touches the machine's own network; leaving the context takes all of it away.
+Requires root and iproute2. The machine's own network stays untouched, and leaving the context removes all namespaces.
 """
 
 import os
@@ -29,7 +29,7 @@ exec ip netns exec {prefix}"$1" setsid --wait unshare --mount --uts sh -c '
 
 
 def possible() -> bool:
-    """Whether this process may make namespaces."""
+    """Return True if this process may create network namespaces."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "unshare", "setsid"))):
         return False
     return (
@@ -39,7 +39,7 @@ def possible() -> bool:
 
 
 class Hosts:
-    """``10.77.0.1`` and so on, below ``base``. ``shell`` is a program that reaches them."""
+    """Hosts ``10.77.0.1``, ``10.77.0.2``, ... with files below ``base``. ``shell`` is a program that reaches them."""
 
     def __init__(self, base: Path, count: int) -> None:
         self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
@@ -102,7 +102,7 @@ class Hosts:
             _do("ip", "-n", space, *words)
 
     def start(self, address: str, command: Sequence[str], output: Path) -> "subprocess.Popen[bytes]":
-        """A program on a host."""
+        """Start a program on a host."""
         words = " ".join(f"'{word}'" for word in command)
         with output.open("ab") as to:
             return subprocess.Popen(
@@ -110,7 +110,7 @@ class Hosts:
             )
 
     def slow(self, address: str, *, mbit: int, delay_ms: int) -> None:
-        """Both directions of a host's link; where the kernel has no netem, its rate only."""
+        """Limit both directions of a host's link; a kernel without netem limits the rate only."""
         ends = ((self._prefix + address, "eth0"), (self._switch, self._port(address)))
         netem = ("netem", "delay", f"{delay_ms}ms", "rate", f"{mbit}mbit")
         rate = ("tbf", "rate", f"{mbit}mbit", "burst", "32kbit", "latency", "400ms")
@@ -120,13 +120,13 @@ class Hosts:
                 _do(*begin, *rate)
 
     def cut(self, address: str, seconds: float) -> None:
-        """Nothing comes through for a while; nobody is told."""
+        """Drop all traffic of a host for ``seconds``; neither side gets an error."""
         self._in_switch("ip", "link", "set", self._port(address), "nomaster")
         time.sleep(seconds)
         self._in_switch("ip", "link", "set", self._port(address), "master", "switch")
 
     def sent(self, address: str) -> int:
-        """Bytes that have left a host."""
+        """Bytes that a host has sent."""
         found = _do("ip", "netns", "exec", self._prefix + address, "cat", "/sys/class/net/eth0/statistics/tx_bytes")
         return int(found)
 

@@ -1,4 +1,4 @@
-"""Servers that end at random instants under load, again and again, and what the witnesses saw of it."""
+"""Fault campaign: servers end at random instants under load, repeatedly, and the witnesses' journals are audited."""
 
 import asyncio
 import json
@@ -17,32 +17,32 @@ from tests.process.fleet import Fleet
 from tests.process.running import audited
 
 IN_DOUBT = 0.25
-"""A campaign is void unless so many of its kills left something committed and unacknowledged."""
+"""A campaign is void unless at least this share of its kills left a committed, unacknowledged operation."""
 PROGRESS_S = 30.0
-"""Within so many seconds of a restart, pushes must be acknowledged again."""
+"""Time limit after a restart for the next acknowledged pushes."""
 Doubt = tuple[str | int, ...]
-"""A step of the protocol, by its name, and what it was done with."""
+"""An operation of the protocol: its name and its arguments."""
 HOLD_S = 0.1
-"""Between a lease and its push, so that pushes are under way at every moment and not in bursts."""
+"""Time between a lease and its push, which spreads pushes evenly over time and avoids bursts."""
 SETTLE_S = 0.1
-"""Answers that were on their way when a server died have arrived after this long."""
+"""Replies that were in flight when a server died arrive within this time."""
 NO_STALE = (Rule.ZOMBIE_NEVER, Rule.SERVED_AGAIN, Rule.REDELIVERED, Rule.REFUSED_FENCED)
-"""Rules that need a worker or a trainer to fail."""
+"""Rules that apply only if a worker or a trainer fails."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a campaign came to."""
+    """Results of a campaign."""
 
     kills: Counter[str] = field(default_factory=Counter[str])
     in_doubt: list[int] = field(default_factory=list[int])
-    """For each kill: things that were committed, and that nobody had been told of, beside those of earlier kills."""
+    """Number of committed, unacknowledged operations per kill, without those of earlier kills."""
     doubtful_kills: Counter[str] = field(default_factory=Counter[str])
-    """Kills of each server that left something so."""
+    """Number of kills per server that left a committed, unacknowledged operation."""
     restart_s: list[float] = field(default_factory=list[float])
-    """From the start of the process until it answers."""
+    """Time from the start of each process to its first reply."""
     end_s: list[float] = field(default_factory=list[float])
-    """Of a SIGTERM: until the process was gone."""
+    """Time from each SIGTERM to the exit of the process."""
     codes: Counter[int] = field(default_factory=Counter[int])
     events: Counter[str] = field(default_factory=Counter[str])
     report: Report = field(default_factory=Report)
@@ -56,12 +56,12 @@ class Tally:
 
     @property
     def void(self) -> bool:
-        """Too few kills hit a commit, or none of those of a shard did."""
+        """True if too few kills hit a commit, or if no kill of a shard did."""
         return self.doubtful < IN_DOUBT or not any(name.startswith("trajectories") for name in +self.doubtful_kills)
 
 
 class Campaign:
-    """One run under load."""
+    """One run under load, whose servers the campaign ends."""
 
     def __init__(self, fleet: Fleet, seed: int) -> None:
         self._fleet = fleet
@@ -76,7 +76,7 @@ class Campaign:
         self.tally = Tally()
 
     async def run(self, rounds: int, number: signal.Signals) -> Tally:
-        """So many ends of servers, each as often as the others."""
+        """End servers ``rounds`` times in total, each server equally often."""
         started = time.monotonic()
         self._work = [asyncio.ensure_future(actor.run()) for actor in self._actors]
         deck: list[str] = []
@@ -115,7 +115,7 @@ class Campaign:
         await self._progress(48)
 
     async def _progress(self, pushes: int) -> None:
-        """Until so many more pushes are acknowledged and one more version is out."""
+        """Wait until ``pushes`` more pushes are acknowledged and one more version is published."""
         goal = sum(rollout.counts["acknowledged"] for rollout in self._rollouts) + pushes
         version = self._trainer.version + 1
         deadline = time.monotonic() + PROGRESS_S
@@ -130,7 +130,7 @@ class Campaign:
 
 
 def in_doubt(fleet: Fleet, name: str) -> set[Doubt]:
-    """What a dead server had committed and no witness has been told: its own store against their journals."""
+    """Compare a dead server's store with all journals; return the committed, unacknowledged operations."""
     entries = [entry for entries in journal.read(fleet.journals).values() for entry in entries]
     told: set[Doubt] = {("push", e["group"], e["lease"]) for e in entries if e["what"] == "answered"}
     done = set[Doubt]()
@@ -164,11 +164,11 @@ async def campaign(
     number: signal.Signals = signal.SIGKILL,
     durability: Durability = "process",
 ) -> Tally:
-    """A whole run under load whose servers end ``rounds`` times, and all accounts of it held against each other."""
+    """Run under load, end servers ``rounds`` times, and reconcile all accounts of the run with each other."""
     kept = {name: {"durability": durability} for name in ("scheduler", "trajectories", "parameters")}
     async with Fleet(run_dir, **kept) as fleet:
         tally = await Campaign(fleet, seed).run(rounds, number)
-        for name in reversed(fleet.servers):  # the scheduler last
+        for name in reversed(fleet.servers):  # stop the scheduler last
             code, _ = await fleet.end(name)
             assert code == 0, fleet.said(name)
     tally.report = reconcile(fleet.journals, run_dir / "trace.jsonl", fleet.stores, seed=fleet.config.seed)

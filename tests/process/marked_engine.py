@@ -1,4 +1,4 @@
-"""A rollout worker whose tokens say which weights wrote them: token // 256 is the version. Its own process."""
+"""A rollout worker whose tokens encode the version that wrote them: ``token // 256``. Runs as a separate process."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from staleflow.configs.loading.load import addresses, read_run
 
 
 class Marked(SimulatedEngine):
-    """Writes ``256 * version`` on top of each token but the stop token."""
+    """Engine that adds ``256 * version`` to each token except the stop token."""
 
     def _write(self) -> None:
         super()._write()

@@ -1,4 +1,4 @@
-"""An environment that refuses some of its rows."""
+"""An environment that rejects some of its rows."""
 
 from collections.abc import Mapping
 from typing import Any

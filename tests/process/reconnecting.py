@@ -1,4 +1,4 @@
-"""A server that comes back with very much in its store, or to very many clients at once."""
+"""A server that restarts with a very large store, or with a very large number of clients."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ from tests.process.actors import Trainer
 from tests.process.fleet import Fleet
 
 ROOM = 2_000
-"""Groups of one worker, and of one step, beyond those that are asked for: no step is ever sealed."""
+"""Extra groups for one worker, and for one step, beyond the requested number: no step is ever sealed."""
 AT_ONCE = 64
 PROBE_INTERVAL_S = 0.01
 QUIET_S = 5.0
@@ -41,20 +41,20 @@ STORM_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """How long a server with a full store is away."""
+    """Downtime of a server that restarts with a full store."""
 
     LIMIT_S: ClassVar[float] = 5.0
     records: int
     restart_s: dict[str, float]
-    """From ``kill -9`` and the start of a new process until it does again what it is for."""
+    """Time from ``kill -9`` and the start of a new process until the process does its job again."""
     cpu_s: dict[str, float]
-    """What of it the new process spent computing; the rest it waited, on a busy machine for its turn."""
+    """CPU part of ``restart_s``. The process spent the rest waiting for its turn on a busy machine."""
     pushes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storm:
-    """What a thousand handshakes at once cost."""
+    """Cost of a thousand simultaneous handshakes."""
 
     LIMIT_S: ClassVar[float] = 10.0
     MAX_TIMES: ClassVar[float] = 3.0
@@ -65,7 +65,7 @@ class Storm:
 
 
 class Bulk:
-    """A rollout worker that pushes whatever it may, many groups a message."""
+    """Rollout worker that pushes everything it has leases for, with many groups in each message."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._me = worker_id("bulk")
@@ -81,7 +81,7 @@ class Bulk:
         await self._scheduler.ask(hello, AttachReply, timeout_s=None)
 
     async def lease(self) -> None:
-        """More leases, if there are any within a second."""
+        """Take more leases, if any come within a second."""
         stats = InstanceStats(version=Version(0))
         report = Report(worker=self._me, ack=self._ack, held=[a.lease for a in self.held.values()], stats=stats)
         answer = await self._scheduler.ask(report, Commands, timeout_s=None)
@@ -91,7 +91,7 @@ class Bulk:
                 self.held[command.lease] = command
 
     async def push(self) -> None:
-        """Everything that is held, acknowledged when this returns."""
+        """Push a group for every held lease; all are acknowledged when this returns."""
         by_shard: dict[int, list[Assign]] = defaultdict(list)
         for assign in self.held.values():
             by_shard[assign.shard].append(assign)
@@ -118,8 +118,8 @@ class Bulk:
 
 
 async def recovery(run_dir: Path, *, records: int) -> Recovery:
-    """Fill a run with live groups; then kill each server that holds them."""
-    patient = {"map_mb": 1024, "lease_s": 600.0}  # a machine that does other things too may be slow
+    """Fill a run with live groups; then kill each server that stores them."""
+    patient = {"map_mb": 1024, "lease_s": 600.0}  # a machine with other load may be slow
     big: dict[str, dict[str, Any]] = {"trainer": {"batch_size": records + ROOM}, "scheduler": patient}
     async with Fleet(run_dir, **big, trajectories={"map_mb": 2048, "shards": 1}) as fleet:
         trainer, bulk = Trainer(run_dir, "trainer"), Bulk(fleet)
@@ -141,7 +141,7 @@ async def recovery(run_dir: Path, *, records: int) -> Recovery:
                 await fleet.answers(name)
                 found[f"{name}: answers"] = time.monotonic() - began
                 computed[f"{name}: answers"] = fleet.cpu_s(name)
-                await bulk.push()  # needs both: durable and registered
+                await bulk.push()  # waits for both: durable in the shard, registered with the scheduler
                 found[f"{name}: acknowledges a push"] = time.monotonic() - began
                 computed[f"{name}: acknowledges a push"] = fleet.cpu_s(name)
         finally:
@@ -153,7 +153,7 @@ async def recovery(run_dir: Path, *, records: int) -> Recovery:
 
 
 class Waiting:
-    """A rollout worker that waits for work."""
+    """Rollout worker that waits for work."""
 
     def __init__(self, address: str, number: int) -> None:
         self._me = worker_id(f"waiting-{number}")
@@ -173,7 +173,7 @@ class Waiting:
 
 
 async def storm(run_dir: Path, *, clients: int) -> Storm:
-    """Clients that wait at a scheduler when it is killed, and a stranger who asks it something all the time."""
+    """Kill a scheduler while clients wait at it, and probe its latency from a separate process all the time."""
     async with Fleet(run_dir) as fleet:
         waiting = [Waiting(fleet.where["scheduler"], number) for number in range(clients)]
         work = [asyncio.ensure_future(one.run()) for one in waiting]
@@ -207,7 +207,7 @@ async def storm(run_dir: Path, *, clients: int) -> Storm:
 
 
 async def _probe(address: str, seconds: float) -> list[float]:
-    """Latencies in ms as a process of its own sees them."""
+    """Latencies in ms, measured by a separate process."""
     command = (sys.executable, "-m", "tests.process.reconnecting", address, str(seconds))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     said, _ = await process.communicate()
@@ -220,7 +220,7 @@ def _p99(latencies: list[float]) -> float:
 
 
 async def ask_again_and_again(address: str, seconds: float) -> list[float]:
-    """Milliseconds of each of many small questions."""
+    """Send many small requests; return the milliseconds each of them took."""
     client, latencies = Client(address, worker=worker_id("stranger")), list[float]()
     await client.ask(Operations(ops=[]), Results)
     deadline = time.monotonic() + seconds

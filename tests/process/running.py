@@ -1,4 +1,4 @@
-"""The real thing: ``staleflow run`` and every process it starts, as a person would start it."""
+"""``staleflow run`` with every process it starts, launched through the command line as a user would."""
 
 import contextlib
 import json
@@ -16,11 +16,11 @@ import psutil
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = ROOT / "configs"
 AUDITOR = ROOT.parent / "shared" / "check_trace.py"
-"""The independent auditor, where the checkout has it beside it."""
+"""The independent auditor, if the checkout has it in a folder next to it."""
 
 
 class Run:
-    """One ``staleflow run``; ``wait``s have deadlines, and leaving the context leaves no process behind."""
+    """One ``staleflow run``. Every ``wait`` has a deadline, and leaving the context kills all processes of the run."""
 
     def __init__(self, run_dir: Path, config: str, *arguments: str) -> None:
         self.run_dir = run_dir
@@ -54,7 +54,7 @@ class Run:
             self.process.stdout.close()
 
     def family(self) -> list[psutil.Process]:
-        """Every descendant that is alive now."""
+        """Return every living descendant process."""
         try:
             children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
             return children
@@ -62,7 +62,7 @@ class Run:
             return []
 
     def role(self, *words: str) -> list[psutil.Process]:
-        """Descendants whose command line has all these words, e.g. ``role("attach", "rollout")``."""
+        """Descendants whose command line contains all these words, e.g. ``role("attach", "rollout")``."""
         found: list[psutil.Process] = []
         for process in self.family():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -71,14 +71,14 @@ class Run:
         return found
 
     def kill(self, *words: str) -> int:
-        """``kill -9`` of one process of a role; its pid."""
+        """``kill -9`` one process of a role; return its pid."""
         victim = self.role(*words)[0]
         pid: int = victim.pid
         victim.send_signal(signal.SIGKILL)
         return pid
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Whole lines of the trace so far."""
+        """Yield the events of the trace's complete lines so far."""
         path = self.run_dir / "trace.jsonl"
         if path.exists():
             yield from (json.loads(line) for line in path.read_bytes().split(b"\n")[:-1])
@@ -87,7 +87,7 @@ class Run:
         return sum(e["ev"] == ev and all(e.get(k) == v for k, v in fields.items()) for e in self.events())
 
     def wait_for(self, ev: str, count: int, timeout_s: float, **fields: object) -> None:
-        """Until the trace holds ``count`` such events."""
+        """Wait until the trace contains ``count`` events of this kind."""
         deadline = time.monotonic() + timeout_s
         while self.count(ev, **fields) < count:
             assert self.process.poll() is None, f"ended early with {self.process.returncode}: {self.finish(5)}"
@@ -98,7 +98,7 @@ class Run:
         return Counter(e["ev"] for e in self.events())
 
     def finish(self, timeout_s: float) -> str:
-        """What it printed, once it has ended."""
+        """Wait for the exit; return the output."""
         self.output, _ = self.process.communicate(timeout=timeout_s)
         return self.output
 
@@ -108,7 +108,7 @@ class Run:
 
 
 def audited(run_dir: Path, *need: str) -> dict[str, Any]:
-    """The report of our own audit, after the independent one has agreed that the trace is clean."""
+    """Return the report of our own audit, after the independent auditor has confirmed a clean trace."""
     from staleflow.trace.audit.report import audit
 
     report = audit(run_dir / "trace.jsonl")

@@ -1,4 +1,4 @@
-"""A command in a terminal of its own: what a person would see, and keys to press."""
+"""A command in its own pseudo-terminal: read the screen as a user would see it, and press keys."""
 
 import fcntl
 import os
@@ -20,11 +20,14 @@ from staleflow.cli.main import VERBS
 LEAVES_S = 20.0
 PROMPT = "shell$"
 ALTERNATE, MAIN = b"\x1b[?1049h", b"\x1b[?1049l"
-"""Bytes that begin and end a screen of its own."""
+"""Escape sequences that enter and leave the alternate screen."""
 
 
 class Terminal:
-    """``staleflow`` with these words in ``columns`` x ``rows`` cells. ``shell``: typed into a bash, which stays."""
+    """``staleflow`` with these arguments in a terminal of ``columns`` x ``rows`` cells.
+
+    With ``shell``, the command is typed into a bash that outlives it.
+    """
 
     def __init__(
         self, *words: object, columns: int = 80, rows: int = 24, shell: bool = False, term: str = "xterm-256color"
@@ -36,7 +39,7 @@ class Terminal:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.modes = termios.tcgetattr(slave)
-        """Of the terminal before the command began."""
+        """Terminal modes before the start of the command."""
         environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             ["bash", "--norc", "--noprofile", "--noediting", "-i"] if shell else command,
@@ -70,7 +73,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """What is on the screen."""
+        """Lines of the current screen."""
         return [line.rstrip() for line in self._screen.display]
 
     @property
@@ -85,7 +88,7 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def read(self, timeout_s: float) -> None:
-        """Take in what is written, for at most so long."""
+        """Read output for at most ``timeout_s``."""
         ready, _, _ = select.select([self._master], [], [], timeout_s)
         if ready:
             chunk = os.read(self._master, 65536)
@@ -93,7 +96,7 @@ class Terminal:
             self._stream.feed(chunk)
 
     def until(self, words: str, timeout_s: float = 30.0) -> str:
-        """The screen as soon as it shows these words."""
+        """Wait until the screen contains these words; return the screen."""
         deadline = time.monotonic() + timeout_s
         while words not in self.text:
             assert time.monotonic() < deadline, f"{words!r} never came:\n{self.text}"
@@ -102,7 +105,7 @@ class Terminal:
         return self.text
 
     def until_written(self, what: bytes, times: int, timeout_s: float = 30.0) -> None:
-        """Until the terminal was told that often."""
+        """Wait until the command has written these bytes ``times`` times."""
         deadline = time.monotonic() + timeout_s
         while self.written.count(what) < times:
             assert time.monotonic() < deadline, f"{what!r} came {self.written.count(what)} times:\n{self.text}"
@@ -113,7 +116,7 @@ class Terminal:
         return self.text
 
     def ended(self) -> int:
-        """The exit code, once it has ended by itself."""
+        """Wait until the command exits without a signal; return its exit code."""
         deadline = time.monotonic() + LEAVES_S
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"it stays:\n{self.text}"
@@ -124,7 +127,7 @@ class Terminal:
 
 
 def own_terminal() -> None:
-    """In the child: Ctrl-C of this terminal is its business, and its end, also of tests under nohup."""
+    """Runs in the child: deliver Ctrl-C and hangup of this terminal to it, also when the tests run under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.setsid()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)

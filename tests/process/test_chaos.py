@@ -1,4 +1,4 @@
-"""``staleflow chaos`` against a whole run, as a person would watch it: eight faults of every kind while it trains."""
+"""``staleflow chaos`` injects eight faults of every kind into a whole training run, as a user would start it."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Real processes: how they end, and what they leave in the log."""
+"""Server processes exit with the right code and leave the reason in the log."""
 
 import signal
 import subprocess
@@ -55,7 +55,7 @@ async def main(stop):
 
 @pytest.fixture
 def start(short_dir: Path) -> Iterator[Start]:
-    """Start a process and wait until it says that it is ready."""
+    """Return a function that starts a process and waits until the process reports that it is ready."""
     processes: list[subprocess.Popen[str]] = []
 
     def start(main: str) -> "subprocess.Popen[str]":
@@ -146,7 +146,7 @@ def test_a_server_killed_in_the_middle_of_a_call_answers_after_its_restart(start
     client = BlockingClient(f"ipc://{short_dir}/s", worker=WorkerId("trainer-0.1"))
     try:
         assert bytes(client.call(GetStatus(), [b"before"])[1][0]) == b"before"
-        process.send_signal(signal.SIGSTOP)  # so that the call is surely under way when the process dies
+        process.send_signal(signal.SIGSTOP)  # guarantees that the call is pending when the process dies
         restarted: list[subprocess.Popen[str]] = []
 
         def kill_and_restart() -> None:

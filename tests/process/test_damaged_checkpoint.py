@@ -1,4 +1,4 @@
-"""A stopped run whose newest checkpoint is damaged resumes from the one before; where none is left, it refuses."""
+"""A stopped run with a damaged newest checkpoint resumes from the previous one; it refuses to start if none is left."""
 
 import signal
 from pathlib import Path
@@ -20,14 +20,14 @@ def checkpoints(run_dir: Path) -> list[int]:
 
 
 def flip(file: Path) -> None:
-    """Change one byte in the middle."""
+    """Change one byte in the middle of the file."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 0xFF
     file.write_bytes(data)
 
 
 def stopped(run_dir: Path, config: str, *arguments: str, steps: int) -> None:
-    """Kill every process once so many steps are trained: none saves a last checkpoint."""
+    """Kill every process after ``steps`` trained steps, so that none saves a final checkpoint."""
     with Run(run_dir, config, *arguments) as run:
         run.wait_for("consume", steps, END_S)
         family = run.family()
@@ -37,7 +37,7 @@ def stopped(run_dir: Path, config: str, *arguments: str, steps: int) -> None:
 
 
 def digests(run: Run) -> dict[int, set[str]]:
-    """Of the batches that were sealed for each step, in every lineage."""
+    """Digests of the batches sealed for each step, in every lineage."""
     found: dict[int, set[str]] = {}
     for event in run.events():
         if event["ev"] == "seal":

@@ -1,4 +1,4 @@
-"""A run that can never go on ends by itself and says why."""
+"""A run that can no longer make progress ends by itself and reports the reason."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A whole run whose engines get their weights from the trainer itself, while one of them dies and comes back."""
+"""Engines receive weights directly from the trainer in a whole run, and one of them dies and returns."""
 
 from collections import Counter
 from pathlib import Path
@@ -13,7 +13,7 @@ END_S = 300
 
 
 def ways(run_dir: Path, worker: str) -> Counter[str]:
-    """How often the worker's versions came which way."""
+    """Count the worker's version transfers by path."""
     lines = (run_dir / "logs" / f"{worker}.log").read_text().splitlines()
     return Counter(line.rpartition("is loaded, ")[2] for line in lines if "is loaded, " in line)
 

@@ -1,4 +1,4 @@
-"""A run that is drained ends as a run that has trained every step does, and continues when it is resumed."""
+"""A drained run ends like a run that has trained every step, and continues when it is resumed."""
 
 import contextlib
 import json
@@ -94,7 +94,7 @@ def test_a_finished_run_trains_more_steps_when_it_is_resumed_with_more(run_dir: 
 
 
 class ByHand:
-    """Every process of a run, each started as a person would in a terminal of its own."""
+    """Every process of a run, each started as a user would start it in a separate terminal."""
 
     SERVERS = (("serve", "scheduler"), ("serve", "trajectories"), ("serve", "parameters"))
     WORKERS = (("attach", "rollout"), ("attach", "stage"), ("attach", "train"))
@@ -152,7 +152,7 @@ def test_a_drained_run_whose_processes_were_started_by_hand_ends_too(by_hand: By
             time.sleep(0.1)
     assert (status["phase"], status["drained"], status["why"]) == ("drained", "night", "the run was drained: night")
     at = status["version"]
-    by_hand.processes["scheduler"].kill()  # it was acknowledged: it is so after a kill as well
+    by_hand.processes["scheduler"].kill()  # the drain was acknowledged, so it must survive a kill
     by_hand.processes["scheduler"].wait()
     by_hand.start("serve", "scheduler")
     by_hand.start("attach", "rollout")
@@ -164,7 +164,7 @@ def test_a_drained_run_whose_processes_were_started_by_hand_ends_too(by_hand: By
         by_hand.processes[role].send_signal(signal.SIGTERM)
     assert set(by_hand.ended("scheduler", "trajectories", "parameters").values()) == {0}
     by_hand.start("serve", "scheduler", "--resume", f"trainer.steps={at + 2}")
-    with by_hand.connected() as run:  # the others find the configuration that it writes
+    with by_hand.connected() as run:  # the other processes find the configuration that the scheduler writes
         assert (run.config.trainer.steps, run.status()["drained"]) == (at + 2, "")
     for words in (*by_hand.SERVERS[1:], *by_hand.WORKERS):
         by_hand.start(*words)

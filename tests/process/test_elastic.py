@@ -1,4 +1,4 @@
-"""Engines that come and go while a run goes on: one, then eight, then three."""
+"""Engines join and leave while a run continues: one, then eight, then three."""
 
 import contextlib
 import signal
@@ -15,21 +15,21 @@ from tests.process.running import Run, audited
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine"), pytest.mark.timeout(120)]
 
 SMALL = ("rollout.workers=1", "trainer.steps=5000", "trainer.simulated_step_s=0.05", "scheduler.lease_s=3.0")
-"""Ends when it is told to."""
+"""Overrides for a run that ends only on request."""
 JOINING = [f"guest-{number}" for number in range(7)]
 LEAVING, KILLED, STAYING = JOINING[:3], JOINING[3:5], JOINING[5:]
 END_S = 60
 
 
 def attach(run_dir: Path, name: str) -> "subprocess.Popen[str]":
-    """As a person does it in another terminal."""
+    """Attach an engine as a user would from another terminal."""
     command = [sys.executable, "-m", "staleflow.cli", "attach", "rollout", "--run-dir", str(run_dir), "--name", name]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @contextlib.contextmanager
 def joined(run: Run) -> Generator[dict[str, "subprocess.Popen[str]"]]:
-    """Seven engines on the way in; none is left behind."""
+    """Attach seven engines; leaving the context ends all of them."""
     guests = {name: attach(run.run_dir, name) for name in JOINING}
     try:
         yield guests
@@ -44,7 +44,7 @@ def name_of(worker: object) -> str:
 
 
 def pushing(run: Run, after: int = 0) -> set[str]:
-    """Names of the engines that have pushed a group behind that event."""
+    """Names of the engines that have pushed a group after event number ``after``."""
     return {name_of(e["worker"]) for e in run.events() if e["ev"] == "push" and e["seq"] > after}
 
 
@@ -53,7 +53,7 @@ def last(run: Run) -> int:
 
 
 def until(run: Run, names: set[str], after: int = 0) -> None:
-    """Each of these engines, and no other, has pushed a group behind that event."""
+    """Wait until exactly these engines have pushed a group after event number ``after``."""
     deadline = time.monotonic() + END_S
     while pushing(run, after) != names:
         assert run.process.poll() is None, run.finish(5)

@@ -1,4 +1,4 @@
-"""A run that died or goes on without its scheduler, and the workers that come to it."""
+"""Commands and workers that come to a dead run, or to a run without its scheduler, get an error with the reason."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def test_a_run_whose_processes_were_all_killed_is_reported_as_dead_with_the_comm
         family = run.family()
         run.process.kill()
         for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ends by itself without its supervisor
+            with contextlib.suppress(psutil.NoSuchProcess):  # it exits by itself once its supervisor is gone
                 process.kill()
         psutil.wait_procs(family, timeout=20)
     steps = [event["version"] for event in run.events() if event["ev"] == "publish"][-1]

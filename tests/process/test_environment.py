@@ -1,4 +1,4 @@
-"""The shipped environment, trained: every process, a real model, a tool between its turns."""
+"""The shipped environment trains in a whole run: every process, a real model, a tool call between its turns."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A terminal that is closed, or a connection that ends: the run drains, and has its summary."""
+"""A run whose terminal closes or whose connection ends drains and writes its summary."""
 
 import json
 import os

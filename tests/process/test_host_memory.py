@@ -1,4 +1,4 @@
-"""What a process does with memory that large messages took and gave back."""
+"""A process reuses the memory of large messages, so later messages cause few page faults."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(first: str) -> int:
-    """Pages that the system had to find for ten messages of 64 frames of 160 KB, after some others like them."""
+    """Page faults of ten messages of 64 frames of 160 KB, after a warm-up with similar messages."""
     told = subprocess.run([sys.executable, "-c", _FAULTS.format(first=first)], capture_output=True, check=True)
     return int(told.stdout)
 

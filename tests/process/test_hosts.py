@@ -1,4 +1,4 @@
-"""``staleflow launch --on ssh`` over four hosts that share nothing but a network; one of them is behind a slow link."""
+"""``staleflow launch --on ssh`` runs on four hosts that share only a network, one of them behind a slow link."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def hosts(short_dir: Path) -> Iterator[Hosts]:
 
 
 def launch(hosts: Hosts, folder: Path, *overrides: str) -> "subprocess.Popen[bytes]":
-    """From the first host, which has the servers; the trainer is on the second, engines on the two others."""
+    """Launch from the first host, which has the servers. The trainer is on the second, engines on the other two."""
     head, *others = hosts.addresses
     command = [
         sys.executable,
@@ -83,7 +83,7 @@ def test_a_run_over_four_hosts_with_a_slow_link_keeps_its_promises(hosts: Hosts,
 def test_a_host_that_is_cut_off_loses_its_leases_and_comes_back(hosts: Hosts, short_dir: Path) -> None:
     head, *_, far = hosts.addresses
     run_dir = short_dir / "hosts" / head / "home" / "run"
-    slow = "rollout.simulated.k2=0.03"  # seconds of a decoding step: an engine always has something under way
+    slow = "rollout.simulated.k2=0.03"  # seconds per decoding step: every engine always has samples in progress
     running = launch(hosts, short_dir, "scheduler.lease_s=3", "trainer.steps=60", slow)
     deadline = time.monotonic() + 60
     while sum(event["ev"] == "consume" for event in events(run_dir)) < 5:

@@ -1,4 +1,4 @@
-"""Every server dies at random instants under load; what was acknowledged is there afterwards, byte for byte."""
+"""Acknowledged data survives the death of any server at random instants under load, byte for byte."""
 
 import signal
 from pathlib import Path
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.xdist_group("machine")]
 
 
 def proven(tally: Tally, rounds: int) -> None:
-    """Nothing acknowledged is lost, nothing is there that was not sent, and the campaign was one."""
+    """Check that nothing acknowledged is lost, that nothing unsent exists, and that the campaign is valid."""
     prove(tally.report, without=NO_STALE)
     assert tally.kills.total() == rounds
     assert len(tally.kills) == 4, "a server was spared"
@@ -21,9 +21,9 @@ def proven(tally: Tally, rounds: int) -> None:
 
 @pytest.mark.timeout(240)
 async def test_what_was_acknowledged_survives_twenty_kills(run_dir: Path) -> None:
-    """Synced commits take longer, so more of the kills hit one; `make faults` kills without them too.
+    """Synced commits take longer, so more of the kills hit one; `make faults` also kills without syncing.
 
-    Twenty random instants hit too few now and then. Such a campaign proves nothing, and another one is made.
+    Twenty random instants occasionally hit too few commits. Such a campaign proves nothing and is repeated.
     """
     for seed in (1, 2, 3):
         tally = await campaign(run_dir.with_name(f"run-{seed}"), rounds=20, seed=seed, durability="power")

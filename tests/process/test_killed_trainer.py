@@ -1,4 +1,4 @@
-"""A trainer that dies at every point of a step, comes back from older checkpoints, and meets its successor."""
+"""A run survives a trainer that dies at any point of a step, resumes from older checkpoints, or meets its successor."""
 
 import asyncio
 import json
@@ -19,22 +19,23 @@ pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
 
 DEATH_S = 60.0
 KEPT = 0.95
-"""Share of what still fits that a rollback must keep."""
+"""Share of the still usable groups that a rollback must keep."""
 DEATHS: tuple[dict[str, Any], ...] = (
     {"checkpoint_every": 1, "die": "delivered", "at": 3},
     {"checkpoint_every": 1, "die": "stepped", "at": 5},
-    {"checkpoint_every": 1, "die": "published", "at": 7},  # comes back at 7 and finds 8: rolls back
-    {"checkpoint_every": 4, "die": "delivered", "at": 15},  # comes back at 12
+    {"checkpoint_every": 1, "die": "published", "at": 7},  # resumes at 7 and finds 8: rolls back
+    {"checkpoint_every": 4, "die": "delivered", "at": 15},  # resumes at 12
 )
 
 
 def kept_by_rollbacks(events: list[dict[str, Any]]) -> tuple[int, int]:
-    """(groups that still fitted when a rollback came, those of them that it kept), over all rollbacks.
+    """Return (groups still usable at a rollback, those of them that the rollback kept), summed over all rollbacks.
 
-    What fits: live, or trained since the version that is gone back to, with no token of a later version.
+    A group is still usable if it is live, or trained since the version that the rollback returns to, and has no token
+    of a later version.
     """
     newest: dict[int, int] = {}
-    """Of each live group, the newest version that wrote any of it."""
+    """Newest version that wrote a token of each live group."""
     trained: dict[int, list[int]] = {}
     seals: dict[int, dict[str, Any]] = {}
     fits, kept, settling = 0, 0, dict[int, bool]()
@@ -80,7 +81,8 @@ async def test_no_step_is_lost_or_doubled_wherever_the_trainer_dies(run_dir: Pat
         assert await fleet.ended("trainer", DEATH_S) == FENCED_EXIT, fleet.said("trainer")
         await until(lambda: fleet.status("scheduler")["version"] >= 24)
         fleet.kill("trainer-b")
-        await until(lambda: fleet.status("scheduler")["ledger"]["occupied"] >= 8)  # something is left to look for
+        # leaves occupied groups for the audit to look up
+        await until(lambda: fleet.status("scheduler")["ledger"]["occupied"] >= 8)
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Rollout workers that are killed, or stopped until their leases are over and then go on as if nothing had been."""
+"""A run survives rollout workers that are killed, or stopped until their leases expire and then resumed."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
 
 LEASE_S = 2.0
 ZOMBIES = 20
-"""Late pushes without which the test is void."""
+"""Minimum number of late pushes; with fewer, the test is void."""
 WITHIN_S = 60.0
 
 
@@ -30,19 +30,19 @@ def trace(fleet: Fleet) -> list[dict[str, Any]]:
 
 
 def codes(fleet: Fleet, name: str) -> list[str]:
-    """What was answered to the pushes of a worker."""
+    """Reply codes to the pushes of a worker."""
     entries = journal.read(fleet.journals).get(name, [])
     return [entry["code"] for entry in entries if entry["what"] == "answered"]
 
 
 def held(fleet: Fleet, name: str) -> int:
-    """Leases that a worker got and has not pushed."""
+    """Number of leases that a worker has received without pushing."""
     entries = journal.read(fleet.journals).get(name, [])
     return sum({"leased": 1, "sent": -1}.get(entry["what"], 0) for entry in entries)
 
 
 def expired(fleet: Fleet, since_ns: int) -> list[dict[str, Any]]:
-    """Releases of leases that nobody renewed."""
+    """Release events of leases that were not renewed in time."""
     return [e for e in trace(fleet) if e["ev"] == "release" and e["why"] == "expired" and e["t"] > since_ns]
 
 
@@ -54,7 +54,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def training(fleet: Fleet) -> AsyncGenerator[Trainer]:
-    """Meanwhile everything that is pushed is scored and trained."""
+    """Score and train every pushed group while the context is open."""
     rewarders = [Rewarder(fleet.run_dir, f"reward-{shard}", shard=shard) for shard in range(len(fleet.shards))]
     trainer = Trainer(fleet.run_dir, "trainer")
     actors: list[Trainer | Rewarder] = [trainer, *rewarders]

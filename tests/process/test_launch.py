@@ -1,4 +1,4 @@
-"""``staleflow launch --on ssh`` with a shell that stays here: machines start, keep and end what belongs to them."""
+"""``staleflow launch --on ssh`` with a local shell instead of ssh: machines start, keep and end their own processes."""
 
 import json
 import os
@@ -21,7 +21,7 @@ HERE = json.dumps(["sh", "-c", 'exec sh -c "$1"'])
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports one after another that nobody has."""
+    """First of ``count`` consecutive free ports."""
     while True:
         first = random.randrange(20_000, 30_000)
         try:

@@ -1,4 +1,4 @@
-"""A log line is one line, whatever a peer called itself."""
+"""A log line stays one line, regardless of the name a peer chose."""
 
 import logging
 from pathlib import Path

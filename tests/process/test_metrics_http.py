@@ -1,4 +1,4 @@
-"""Whoever reads the metrics gets them, and nobody gets anything else."""
+"""The metrics endpoint serves metrics to any reader, rejects every other request, and limits slow readers."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from staleflow.process.metrics_http import MAX_CONNECTIONS, ScrapeServer
 
 TOKEN = "0123456789abcdef"
 MUCH = 8_000_000
-"""Bytes: more than the system keeps for a connection."""
+"""Size in bytes: more than the system buffers for a connection."""
 
 
 async def text() -> bytes:
@@ -32,7 +32,7 @@ async def server() -> AsyncIterator[ScrapeServer]:
 
 
 async def ask(server: ScrapeServer, request: bytes) -> bytes:
-    """Everything that comes back until the server closes."""
+    """Send a request; return all bytes until the server closes the connection."""
     host, port = server.url.removeprefix("http://").removesuffix("/metrics").rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request)
@@ -42,7 +42,7 @@ async def ask(server: ScrapeServer, request: bytes) -> bytes:
 
 
 async def rest(reader: socket.socket) -> bytes:
-    """What still comes to a socket that does not block."""
+    """Read the remaining bytes of a non-blocking socket."""
     found = bytearray()
     with suppress(ConnectionResetError):
         while part := await asyncio.get_running_loop().sock_recv(reader, 1 << 16):
@@ -76,7 +76,7 @@ async def test_nobody_gets_anything_else(server: ScrapeServer, request_bytes: by
     "rubbish", [b"\x00\xff" * 10_000, b"GET " + b"x" * 20_000, b"\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"]
 )
 async def test_what_is_not_http_is_let_go_and_the_next_one_is_served(server: ScrapeServer, rubbish: bytes) -> None:
-    with suppress(ConnectionError):  # it may be cut off in the middle of its rubbish
+    with suppress(ConnectionError):  # the server may close the connection in the middle of the rubbish
         assert b"200" not in await ask(server, rubbish)
     assert b"200 " in await ask(server, get())
 
@@ -88,7 +88,7 @@ async def test_who_says_nothing_is_let_go_and_few_may_try_at_once(
     silent = [asyncio.create_task(ask(server, b"GET")) for _ in range(MAX_CONNECTIONS)]
     await asyncio.sleep(0)
     async with asyncio.timeout(5):
-        while True:  # as soon as all places are taken, and until they are free again
+        while True:  # loop from when all places are taken until some are free again
             with_places = await asyncio.gather(ask(server, get()), return_exceptions=True)
             if isinstance(with_places[0], bytes) and with_places[0].startswith(b"HTTP/1.1 200"):
                 break
@@ -116,10 +116,10 @@ async def test_who_reads_nothing_of_a_long_answer_is_let_go_with_it(
             reader.send(get())
             reader.setblocking(False)
         async with asyncio.timeout(30):
-            while caplog.text.count("metrics connection closed") < MAX_CONNECTIONS:  # noqa: ASYNC110 they are told of in the log only
+            while caplog.text.count("metrics connection closed") < MAX_CONNECTIONS:  # noqa: ASYNC110 the log is the only signal
                 await asyncio.sleep(0.01)
             left = [len(await rest(reader)) for reader in idle]
-        assert 0 < max(left) < MUCH  # what the system still had comes, and no more
+        assert 0 < max(left) < MUCH  # only the bytes that the system had buffered arrive
 
 
 async def test_a_long_answer_reaches_who_reads_it() -> None:

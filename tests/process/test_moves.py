@@ -1,7 +1,7 @@
-"""Two rollout processes among real servers, whose groups are made to change places again and again.
+"""Groups that move repeatedly between two rollout processes keep the content that their lease and versions require.
 
-Every group that reaches the reward stage is held against what its samples must be: the draws of the lease that it began
-under, each token of the version that its segments name.
+Every group that reaches the reward stage is compared with its expected samples: the draws of the lease under which it
+started, and each token written by the version that its segments name.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ STEPS = 6
 
 
 def forced(snapshot: Snapshot, gap: float, given: Collection[WorkerId]) -> list[Move]:
-    """Every group that has been somewhere for a moment goes to the other instance."""
+    """Move every group to the other instance once it has been in one place for a moment."""
     places = [i.worker for i in snapshot.instances]
     return [
         Move(group=flight.group, lease=flight.lease, worker=flight.worker, to=to)
@@ -45,7 +45,7 @@ def forced(snapshot: Snapshot, gap: float, given: Collection[WorkerId]) -> list[
 
 
 class Scene:
-    """A run with its servers on this loop, rollout processes, a reward and a trainer."""
+    """A run with its servers on this loop, rollout processes, a reward worker and a trainer."""
 
     def __init__(self, run_dir: Path, **sections: dict[str, Any]) -> None:
         rollout = {
@@ -62,7 +62,7 @@ class Scene:
         self.run = Run(run_dir, **fixed | sections)
         self.checked = 0
         self.resumed: list[list[int]] = []
-        """Of each group that began under an earlier lease than it was pushed under: the versions that wrote it."""
+        """For each group pushed under a later lease than it started under: the versions that wrote it."""
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def worker(self, name: str) -> None:
@@ -74,7 +74,7 @@ class Scene:
         self._children.pop(name).wait()
 
     async def reward(self) -> None:
-        """Look at every group, and let each train."""
+        """Check every group and pass all of them on for training."""
         stage = StageWorker(self.run)
         while True:
             items, frames = await stage.take()
@@ -88,7 +88,7 @@ class Scene:
                 await stage.finish(items)
 
     async def train(self, middle: Any = None) -> None:
-        """All steps; ``middle`` is awaited after a third of them."""
+        """Train all steps; await ``middle`` after a third of them."""
         trainer = await self.run.trainer()
         await trainer.publish(0, WEIGHTS)
         for step in range(STEPS):
@@ -108,8 +108,10 @@ class Scene:
 
 
 def check(config: Config, payload: GroupPayload, prompt: str, lease: Assign) -> int:
-    """The lease that the group began under, all of whose draws its samples are; each says truly which version wrote
-    what."""
+    """Return the lease under which the group started.
+
+    Fails unless all samples are draws of that lease and every segment names the version that wrote it.
+    """
     recipe = Recipe.of(config)
     assert bytes(payload.prompt_ids.tolist()).decode() == prompt
     assert set(payload.finish.tolist()) <= {Finish.STOP, Finish.LENGTH}, "nothing was cut off"
@@ -126,13 +128,13 @@ def check(config: Config, payload: GroupPayload, prompt: str, lease: Assign) -> 
 
 
 def ends(payload: GroupPayload) -> list[int]:
-    """Where each sample but the last one ends."""
+    """End offset of each sample except the last."""
     found: list[int] = np.cumsum(payload.lengths)[:-1].tolist()
     return found
 
 
 def draws(seed: int, count: int) -> np.ndarray[Any, Any]:
-    """What the simulated engine writes."""
+    """Tokens that the simulated engine writes for a seed."""
     uniform = uniforms(np.full(count, seed, np.uint64), np.arange(count, dtype=np.int64))
     return 1 + (uniform * 255).astype(np.int64)
 
@@ -185,7 +187,7 @@ async def test_whoever_dies_on_the_way_nothing_wrong_is_trained(run_dir: Path, v
                 case "trajectories-0":
                     scene.run.kill(victim)
                     scene.run.process("trajectories", 0)
-                case _:  # without a word, but on this loop: its strategy is the test's
+                case _:  # stopped without notice, but on this loop: the test provides its strategy
                     await scene.run.stop(victim)
                     scene.run.scheduler()
 

@@ -1,4 +1,4 @@
-"""Pauses of a process, measured by its own tick."""
+"""A process measures its own pauses by the gaps between its ticks."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def test_a_late_tick_is_a_pause_of_what_it_is_late_by() -> None:
     assert pauses.tick(100.0) == 0
     assert pauses.tick(100.5) == 0
     assert pauses.tick(110.0) == pytest.approx(9.0)
-    assert pauses.tick(110.5) == 0  # credited once
+    assert pauses.tick(110.5) == 0  # each pause is credited once
 
 
 def test_jitter_is_no_pause_however_often_it_comes() -> None:

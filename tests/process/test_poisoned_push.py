@@ -1,7 +1,7 @@
-"""A worker with a valid place in a torch run pushes what no model has, and what the trainer cannot train.
+"""A run survives a worker with a valid lease that pushes foreign token ids and untrainable log-probabilities.
 
-The first is refused where it enters; the second is acknowledged, quarantined and left out. The run trains every step,
-and no process is restarted.
+The shard rejects the first push. The second is acknowledged, quarantined and left out. The run trains every step, and
+no process restarts.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ SMALL = (
     *("rollout.filter=none", "rollout.workers=1"),
 )
 FOREIGN = 1_000_000
-"""A token id of another tokenizer."""
+"""Token id of another tokenizer."""
 
 
 class Answered(NamedTuple):
-    """The answers to both pushes of a group."""
+    """Results of both pushes of a group."""
 
     group: GroupId
     foreign: Result
@@ -46,7 +46,7 @@ class Answered(NamedTuple):
 
 
 class Poisoner(actors.Rollout):
-    """Pushes a foreign token with its first lease and, once that is refused, impossible log-probabilities."""
+    """Rollout worker that pushes a foreign token and, after the rejection, impossible log-probabilities."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, "poisoner", capacity=1, stubborn=True)
@@ -65,7 +65,7 @@ class Poisoner(actors.Rollout):
     async def _push(self, lease: Assign) -> None:
         async with self._turned:
             await self._turned.wait_for(lambda: self._loaded >= (lease.lineage, lease.version))
-        if self._lease is not None:  # a later lease: the goodbye gives it back
+        if self._lease is not None:  # a later lease: the worker returns it when it detaches
             return
         self._lease = lease
         group = payload(lease.version, samples=GROUP_SIZE, tokens=3)
@@ -84,7 +84,7 @@ class Poisoner(actors.Rollout):
 
 
 async def poison(run_dir: Path) -> Answered:
-    """How both pushes were answered."""
+    """Run the poisoner; return the results of both pushes."""
     poisoner = Poisoner(run_dir)
     working = asyncio.create_task(poisoner.run())
     try:

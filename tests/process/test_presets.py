@@ -1,4 +1,4 @@
-"""Each preset trains: the smallest run with a model, under another system's rule and this one's promise."""
+"""Every preset trains in the smallest run with a model, under the other system's rule and this project's bound."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What happens again and again fills no disk."""
+"""A message that repeats does not fill the disk: its log lines are rate-limited."""
 
 from staleflow.process.rate_limited_log import RateLimitedLog
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""``staleflow launch --on ray`` on a cluster of four Ray nodes in this machine: what is placed is kept and ended."""
+"""``staleflow launch --on ray`` keeps and ends the machines it placed, on a local cluster of four Ray nodes."""
 
 import json
 import os
@@ -24,7 +24,7 @@ CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
 
 @pytest.fixture
 def nodes() -> Iterator[Any]:
-    """A head without room for machines, and three nodes with room for one each."""
+    """A head node without capacity for machines, and three nodes with capacity for one machine each."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -83,5 +83,5 @@ def test_a_lost_node_is_replaced_and_its_machine_starts_there(nodes: Any, short_
 
 
 def nodes_of(machine: str, told: Path) -> list[str]:
-    """Where a machine was started, in this order."""
+    """Nodes on which a machine was started, in order."""
     return re.findall(rf"{machine} started at .*, node (\w+)", told.read_text())

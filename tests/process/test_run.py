@@ -1,4 +1,4 @@
-"""A whole run, and what happens to it when processes die. Each is the real ``staleflow run`` with all its processes."""
+"""A whole run survives the death of any of its processes. Each test starts the real ``staleflow run``."""
 
 import json
 import signal
@@ -39,7 +39,8 @@ def test_the_smoke_run_trains_a_model_end_to_end(run_dir: Path) -> None:
 
 
 def test_a_killed_rollout_worker_costs_no_group(run_dir: Path) -> None:
-    with Run(run_dir, "simulated.toml", *LONGER, "coordination.admission=fill") as run:  # so it always has some
+    # fill admission, so the worker always holds groups
+    with Run(run_dir, "simulated.toml", *LONGER, "coordination.admission=fill") as run:
         run.wait_for("consume", 5, END_S)
         before = run.count("release", why="expired") + run.count("release", why="aborted")
         run.kill("attach", "rollout", "rollout-0")
@@ -110,7 +111,8 @@ def test_ctrl_c_while_it_starts_leaves_no_process(run_dir: Path) -> None:
         run.process.send_signal(signal.SIGINT)
         output = run.finish(15)
     assert run.process.returncode == 130, output
-    _, alive = psutil.wait_procs(family, timeout=20)  # one that was just begun hears of it when its input ends
+    # a process that has just started notices the end when its input closes
+    _, alive = psutil.wait_procs(family, timeout=20)
     assert alive == []
 
 

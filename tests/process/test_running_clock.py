@@ -1,4 +1,4 @@
-"""The clock of leases and silence: the time in which this process could receive messages."""
+"""The clock of leases and silence counts only the time in which this process could receive messages."""
 
 from staleflow.process.clock import MAX_GAP_S, RunningClock
 
@@ -6,7 +6,7 @@ MS = 1_000_000
 
 
 class Hands:
-    """A clock that the test moves."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.ns = 5_000 * MS

@@ -1,4 +1,4 @@
-"""A run with keys: everything goes over CURVE, nothing that arrives becomes code, and no secret is ever seen."""
+"""In a run with keys, all traffic uses CURVE, no received data becomes code, and no secret is ever visible."""
 
 import contextlib
 import json
@@ -26,9 +26,9 @@ pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
 
 HOOK = Path(__file__).parent / "hook"
 STEPS = 400
-"""More than there is time for: the run is ended when enough was seen."""
+"""More steps than the test has time for: the test ends the run after its checks."""
 IMPORTS = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>", "<frozen runpy>")
-"""Who may turn files into code. What else makes code when it is imported makes it of its own words:"""
+"""Files that may turn other files into code. ``DEFINERS`` generate code from their own text during an import."""
 DEFINERS = ("dataclasses.py", "collections/__init__.py", "enum.py", "typing.py", "functools.py", "inspect.py")
 
 
@@ -48,7 +48,7 @@ def keys(run_dir: Path) -> Path:
 
 
 def overrides(keys: Path) -> tuple[list[str], str]:
-    """Everything over TCP and with keys; the scheduler's address."""
+    """Overrides for a run over TCP with keys; and the scheduler's address."""
     first, second, third = free_ports(3)
     scheduler = f"tcp://127.0.0.1:{first}"
     return [
@@ -71,7 +71,7 @@ def test_a_run_with_keys_trains_unpickles_nothing_and_shows_no_secret(
     with Run(run_dir, "simulated.toml", *settings) as run:
         run.wait_for("consume", 2, 90)
         seen = b"".join(_shown(process) for process in run.family())
-        assert seen.count(b"serve") >= 3  # the servers were looked at
+        assert seen.count(b"serve") >= 3  # the hook has observed the servers
         assert b"STALEFLOW_KEY" not in seen
         _strangers_stay_out(scheduler, keys)
         _a_worker_of_another_machine_joins(run, scheduler, keys)
@@ -89,7 +89,7 @@ def test_a_run_with_keys_trains_unpickles_nothing_and_shows_no_secret(
 
 
 def _shown(process: psutil.Process) -> bytes:
-    """What ``ps`` can show of a process."""
+    """Command line and environment of a process, as ``ps`` shows them."""
     with contextlib.suppress(OSError):
         where = Path("/proc") / str(process.pid)
         return (where / "cmdline").read_bytes() + (where / "environ").read_bytes()
@@ -115,7 +115,7 @@ def _strangers_stay_out(scheduler: str, keys: Path) -> None:
 
 
 def _a_worker_of_another_machine_joins(run: Run, scheduler: str, keys: Path) -> None:
-    """It has an address, and a key file of its own; without the key it is told what is missing."""
+    """A worker with the address and its own key file joins; without the key, the error names the missing key."""
     assert main(["keygen", str(keys), "--add", "stage", "--name", "box-7"]) == 0
     elsewhere = keys.parent / "elsewhere"
     elsewhere.mkdir()
@@ -146,7 +146,7 @@ def _nothing_became_code(heard: str) -> None:
         "serve-scheduler",
         "serve-trajectories",
         "serve-parameters",
-    }  # all were heard
+    }  # all servers were audited
     assert not [line for line in lines if line[1] == "pickle.find_class"]
     strange = [line for line in servers if line[2] not in IMPORTS and not line[2].endswith(DEFINERS)]
     assert {tuple(line[1:]) for line in strange} == set()

@@ -1,4 +1,4 @@
-"""A whole run with stages of the user's own: two that work at the same time, a reward that waits for both, a death."""
+"""User-defined stages work in a whole run: two in parallel, a reward that waits for both, and a worker that dies."""
 
 import re
 from collections import Counter
@@ -17,7 +17,7 @@ STEPS = 6
 
 
 def stage(me: str, other: str, folder: Path) -> str:
-    """One of two that wait a moment for each other to have a group of the same prompt; in turn they would not meet."""
+    """One of two stages that wait briefly for each other to get the same prompt; sequential stages would never meet."""
     options = f"{{me='{me}', other='{other}', folder='{folder}'}}"
     return f"{{name='{me}', run='{USERS}:meets', options={options}, makes=['score'], batch=1, timeout_s=60, retries=0}}"
 

@@ -1,4 +1,4 @@
-"""Whole runs whose groups go through a model after the reward: a reference's for divergence, a critic's for values."""
+"""Groups pass a model after the reward in whole runs: a reference model for divergence, a critic for values."""
 
 import json
 import re
@@ -18,7 +18,7 @@ END_S = 120
 
 
 def finished(run_dir: Path, run: Run, output: str, killed: str) -> None:
-    """It trained every step, broke no rule and lost no group."""
+    """Check that the run trained every step, broke no rule and lost no group."""
     assert run.process.returncode == 0, output
     summary = run.summary()
     assert (summary["steps"], summary["violations"], summary["outcome"]) == (4, 0, "finished")

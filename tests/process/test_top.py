@@ -1,4 +1,4 @@
-"""``staleflow top`` and the live view of ``staleflow run``, in a real terminal, driven by keys."""
+"""``staleflow top`` and the live view of ``staleflow run`` work in a real terminal and respond to keys."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A whole run with vLLM as its engine, and a worker that is killed in the middle of it."""
+"""A whole run with vLLM as its engine survives the death of a worker in the middle."""
 
 import importlib.util
 import re
@@ -19,7 +19,7 @@ SMALL = (
     "rollout.workers=1",
     "rollout.vllm.kv_cache_mb=16",
     "model.options.hidden=96",
-    "model.options.heads=3",  # heads of 32 numbers, for which vLLM's attention on a CPU has kernels
+    "model.options.heads=3",  # a head size of 32, for which vLLM's CPU attention has kernels
     "scheduler.lease_s=5.0",
 )
 END_S = 350
@@ -48,4 +48,4 @@ def test_weights_from_the_trainer_reach_vllm_too(run_dir: Path) -> None:
     assert (run.summary()["violations"], run.summary()["outcome"]) == (0, "finished")
     log = (run_dir / "logs" / "rollout-0.log").read_text()
     loaded = re.findall(r"version (\d+) of lineage 0 is loaded, from the trainer", log)
-    assert any(int(version) > 0 for version in loaded), log  # under load an engine skips some
+    assert any(int(version) > 0 for version in loaded), log  # under load, an engine skips some versions

@@ -1,4 +1,4 @@
-"""A run whose servers the test starts; everything ends with the test."""
+"""A run whose servers the test starts; all servers and clients end with the test."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -23,12 +23,12 @@ async def make_run(short_dir: Path) -> AsyncIterator[Callable[..., Run]]:
     yield make
     for run in runs:
         await run.close()
-    assert failures == []  # what was raised where nobody waits
+    assert failures == []  # exceptions raised in tasks that are not awaited
 
 
 @pytest.fixture
 async def run(make_run: Callable[..., Run]) -> Run:
-    """Scheduler, one trajectory server and the parameter server, all serving."""
+    """Scheduler, one trajectory server and the parameter server, all running."""
     run = make_run()
     run.scheduler()
     run.trajectories()

@@ -1,6 +1,6 @@
-"""A run on this loop: the real scheduler, trajectory and parameter servers over real sockets, and plain workers.
+"""A run on this event loop: the real scheduler, trajectory and parameter servers over real sockets, and plain workers.
 
-``process`` starts one of them as a process of its own instead, for tests that kill it.
+For tests that kill a server, ``process`` starts it as a separate process instead.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ def config_of(run_dir: Path, **sections: dict[str, Any] | list[dict[str, Any]]) 
 
 
 class Run:
-    """Everything of one run; ``close`` ends it."""
+    """All servers and clients of one run; ``close`` ends them."""
 
     def __init__(self, run_dir: Path, **sections: dict[str, Any] | list[dict[str, Any]]) -> None:
         self.run_dir = run_dir
@@ -109,7 +109,7 @@ class Run:
             process.kill()
             process.wait()
         for name in reversed(list(self._stops)):
-            await self.stop(name)  # a server that failed says so here
+            await self.stop(name)  # raises the exception of a server that failed
 
     # Servers ---------------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Run:
         self._stops[name] = stop, asyncio.ensure_future(serve(stop))
 
     async def stop(self, name: str) -> None:
-        """As SIGTERM would; returns once it has ended."""
+        """Stop a server as SIGTERM would; return once it has ended."""
         stop, task = self._stops.pop(name)
         stop.set("test")
         await task
@@ -167,22 +167,22 @@ class Run:
         store.close()
 
     def process(self, role: str, shard: int | None = None) -> None:
-        """Start a server as a process of its own, as a supervisor does."""
+        """Start a server as a separate process, as a supervisor does."""
         code = _PROCESS.format(role=role, shard="" if shard is None else f", {shard}")
         name = role if shard is None else f"{role}-{shard}"
-        env = os.environ | {SLOT_VARIABLE: name}  # a restarted one succeeds the dead one
+        env = os.environ | {SLOT_VARIABLE: name}  # a restarted server succeeds the dead one
         command = (sys.executable, "-c", code)
         with (self.run_dir / f"{name}.err").open("wb") as err:
             self._processes[name] = subprocess.Popen([*command, str(self.run_dir)], stderr=err, env=env)
 
     def ended(self, name: str) -> tuple[int, str]:
-        """Exit code of a process that ends by itself, and the last line that it said."""
+        """Wait for a process to exit without a signal; return its exit code and its last line of output."""
         code = self._processes.pop(name).wait(timeout=20)
         said = (self.run_dir / f"{name}.err").read_text(errors="replace").splitlines()
         return code, said[-1] if said else ""
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Send a signal; the exit code."""
+        """Send a signal; return the exit code."""
         process = self._processes.pop(name)
         os.kill(process.pid, number)
         return process.wait(timeout=20)
@@ -205,20 +205,20 @@ class Run:
             client.close()
 
     async def trainer(self, name: str = "trainer", model: ModelLimits = ANY_MODEL) -> "Trainer":
-        """A trainer that has joined at the newest version."""
+        """Return a trainer that has joined at the newest version."""
         trainer = Trainer(self, worker_id(name), model)
         await trainer.join()
         return trainer
 
     async def rollout(self, name: str = "rollout-0", capacity: int = 8) -> "Rollout":
-        """A rollout worker that is attached."""
+        """Return a rollout worker that is attached."""
         rollout = Rollout(self, worker_id(name))
         await rollout.attach(capacity)
         return rollout
 
 
 class Trainer:
-    """Publishes small weights and takes batches."""
+    """Publish small weights and take batches."""
 
     def __init__(self, run: Run, worker: WorkerId, model: ModelLimits = ANY_MODEL) -> None:
         self.worker = worker
@@ -229,7 +229,7 @@ class Trainer:
         self.joined = JoinReply(trainer_term=TrainerTerm(0), lineage=Lineage(0), version=Version(-1))
 
     async def join(self, version: int = 0) -> JoinReply:
-        """A later trainer takes the place of this one, as when a supervisor restarts it."""
+        """Join as a later trainer that replaces this one, as after a restart by a supervisor."""
         hello = Attach(worker=self.worker, name="trainer", role="trainer", slot="trainer")
         attached = await self.scheduler.ask(hello, AttachReply)
         held = Version(max(attached.version, version))
@@ -254,7 +254,7 @@ class Trainer:
 
 @dataclass
 class Rollout:
-    """Takes leases and pushes groups of random tokens."""
+    """Take leases and push groups of random tokens."""
 
     run: Run
     worker: WorkerId
@@ -265,7 +265,7 @@ class Rollout:
     async def attach(self, capacity: int) -> None:
         self.scheduler = self.run.client(self.run.where.scheduler, self.worker)
         self.shards = [self.run.shard(self.worker, shard) for shard in range(len(self.run.where.trajectories))]
-        slot = "rollout-0"  # as of one supervisor: the next one succeeds it at once
+        slot = "rollout-0"  # as under one supervisor: the next worker succeeds this one at once
         hello = Attach(worker=self.worker, name="rollout-0", role="rollout", capacity=capacity, slot=slot)
         await eventually(lambda: self._all_shards(hello))
 
@@ -273,11 +273,11 @@ class Rollout:
         return all((await self.scheduler.ask(hello, AttachReply)).shards)
 
     async def until_room(self, shard: int = 0) -> None:
-        """Return once the shard takes pushes: it has room, and has learned the limits of the model."""
+        """Wait until the shard accepts pushes: it has room and has learned the limits of the model."""
         await self.shards[shard].ask(PushGroups(items=[]), Results, timeout_s=20)
 
     async def leases(self, count: int) -> list[Assign]:
-        """At least so many leases that are held."""
+        """Wait until at least ``count`` leases are held; return them."""
         async with asyncio.timeout(20):
             while len(self.held) < count:
                 stats = InstanceStats(version=Version(self.version))
@@ -294,7 +294,7 @@ class Rollout:
     async def push(
         self, *assigns: Assign, seed: int = 0, read: int = 0, prompt: int = 3, timeout_s: float | None = 20
     ) -> list[Result]:
-        """Push what was leased (all of one shard)."""
+        """Push groups for these leases, all of one shard."""
         items: list[PushItem] = []
         frames: list[memoryview] = []
         for assign in assigns:
@@ -314,7 +314,7 @@ class Rollout:
 def payload(
     version: int, *, seed: int = 0, tokens: int = 5, samples: int = GROUP_SIZE, read: int = 0, prompt: int = 3
 ) -> GroupPayload:
-    """Random tokens, written by ``version`` but for the first ``read`` of each sample, which are an environment's."""
+    """Random tokens written by ``version``; the first ``read`` tokens of each sample come from an environment."""
     random = np.random.default_rng(seed)
     total = tokens * samples
     written = np.tile(np.arange(tokens) >= read, samples)
@@ -330,7 +330,7 @@ def payload(
 
 
 class StageWorker:
-    """Takes groups of a stage, the reward if nothing else is said, and finishes them."""
+    """Take groups of a stage, by default the reward, and finish them."""
 
     def __init__(self, run: Run, name: str = "reward-0", shard: int = 0, stage: str = "reward") -> None:
         self.worker = worker_id(name)
@@ -340,7 +340,7 @@ class StageWorker:
     async def take(
         self, most: int = 16, wait_ms: int = 5000, held: Sequence[StageItem] = ()
     ) -> tuple[list[StageItem], list[memoryview]]:
-        """``held``: of those that it has, those that it says it goes on with."""
+        """Take groups; ``held``: groups of earlier calls that the worker reports as still in progress."""
         tickets = [item.ticket for item in held]
         take = GetStageWork(stage=self.stage, worker=self.worker, max_groups=most, wait_ms=wait_ms, held=tickets)
         work, frames = await self.client.call(take)
@@ -372,11 +372,11 @@ WEIGHTS: dict[str, Array] = {
     "head": np.arange(7, dtype=np.uint16),
     "scale": np.asarray(1.5, np.float32),
 }
-"""Version 0; ``head`` stands for bfloat16."""
+"""Weights of version 0; ``head`` stands for bfloat16."""
 
 
 async def eventually(check: Any, within_s: float = 15.0) -> Any:
-    """The first true answer of ``await check()``."""
+    """Return the first true result of ``await check()``."""
     async with asyncio.timeout(within_s):
         while not (answer := await check()):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -385,7 +385,7 @@ async def eventually(check: Any, within_s: float = 15.0) -> Any:
 
 @asynccontextmanager
 async def produced(run: Run) -> AsyncGenerator[None]:
-    """Meanwhile a rollout worker and a stage worker do their work, as long as there is some."""
+    """Run a rollout worker and a stage worker while the context is open."""
     rollout, stage = await run.rollout(), StageWorker(run)
 
     async def roll_out() -> None:

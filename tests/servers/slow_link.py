@@ -7,21 +7,21 @@ from contextlib import asynccontextmanager, suppress
 
 AT_ONCE_BYTES = 16 << 10
 BUFFER_BYTES = 64 << 10
-"""Of each socket: what waits for the link waits with its sender."""
+"""Buffer size of each socket; further bytes stay with the sender until the link is free."""
 
 
 class SlowLink:
-    """Carries each connection to a server's Unix socket, so many bytes a second each way."""
+    """Forward each connection to a server's Unix socket at a limited rate in each direction."""
 
     def __init__(self, server: str, bytes_per_s: float) -> None:
         self._path = server.removeprefix("ipc://")
         self.bytes_per_s = bytes_per_s
         self.address = ""
         self.carried = 0
-        """Bytes, both ways."""
+        """Bytes carried in both directions."""
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, until either side ends it."""
+        """Forward one connection until either side closes it."""
         there = socket.socket(socket.AF_UNIX)
         there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         there.connect(self._path)
@@ -48,7 +48,7 @@ class SlowLink:
 
 @asynccontextmanager
 async def slow_link(server: str, bytes_per_s: float) -> AsyncGenerator[SlowLink]:
-    """Its ``address`` is what clients connect to."""
+    """Yield a link; clients connect to its ``address``."""
     link = SlowLink(server, bytes_per_s)
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)

@@ -1,4 +1,4 @@
-"""Who comes when the run has finished: nothing is left to do, and nothing is wrong."""
+"""Workers that arrive after the end of a run find no work left and get no error."""
 
 import asyncio
 import sys
@@ -30,7 +30,7 @@ async def finish(run: Run) -> None:
 
 
 async def closed(run: Run) -> None:
-    """The scheduler of a run that has finished, and has written the end of its trace."""
+    """Return the scheduler of a finished run, once it has written the end of its trace."""
     await finish(run)
 
     async def is_closed() -> bool:
@@ -84,7 +84,7 @@ async def test_a_machine_is_told_of_the_end_before_the_trace_is_closed(
     trainer = await run.trainer()
     await trainer.publish(0, {"w": np.zeros(4, np.float32)})
     rollout = await run.rollout()
-    await rollout.leases(1)  # so that the trace stays open
+    await rollout.leases(1)  # keeps the trace open
     await trainer.scheduler.ask(Finished(trainer_term=trainer.joined.trainer_term), Done)
     assert await asyncio.to_thread(look) is True
     assert not (await run.status(run.where.scheduler))["closed"]

@@ -1,6 +1,6 @@
-"""Two hundred thousand trajectories through one server: its memory, its open files and its store stay as they were.
+"""Two hundred thousand trajectories through one server leave its memory, open files and store size unchanged.
 
-The long run of a million is ``python -m bench.flat --trajectories 1000000``.
+The long run with a million is ``python -m bench.flat --trajectories 1000000``.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One group all the way: leased, pushed, rewarded, sealed, fetched, consumed."""
+"""One group passes every state of its life: leased, pushed, rewarded, sealed, fetched, consumed."""
 
 import numpy as np
 

@@ -1,7 +1,7 @@
-"""A disk without room: writes are refused ``busy``, reads go on, and so does everything once there is room again.
+"""On a full disk, writes are refused ``busy`` and reads continue; everything continues once the disk has room again.
 
-On a file system of 24 MiB in memory, which takes the right to mount one. The maps are larger than it, so that it is the
-disk that is full and not they; full maps are tests of their own, next to each server.
+The tests mount a 24 MiB file system in memory, which requires the right to mount. The maps are larger than the file
+system, so the disk fills before they do; full maps have their own tests next to each server.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from tests.servers.scheduler.world import Cast, World, config
 DISK_BYTES = 24 << 20
 LEFT_BYTES = 1 << 20
 MAX_STARTS = 20
-"""After so many starts on a full disk one has found no room."""
+"""One of this many starts on a full disk must run out of room."""
 
 
 class Disk:
@@ -46,13 +46,13 @@ class Disk:
         self._filler = path / "filler"
 
     def fill(self, left: int = LEFT_BYTES) -> None:
-        """Leave no more than that many bytes."""
+        """Fill the disk until at most ``left`` bytes are free."""
         with self._filler.open("ab", buffering=0) as file:
             while (free := self.free()) > left:
                 file.write(bytes(min(free - left, 1 << 20)))
 
     def empty(self) -> None:
-        """Remove what ``fill`` wrote."""
+        """Remove the file that ``fill`` wrote."""
         self._filler.unlink()
 
     def free(self) -> int:
@@ -92,7 +92,7 @@ async def on_disk(disk: Disk) -> AsyncIterator[Run]:
 
 
 async def push(rollout: Rollout, assign: Assign, tokens: int) -> Result:
-    """A large payload."""
+    """Push a large payload."""
     specs, frames = specs_and_frames(payload(assign.version, seed=assign.group, tokens=tokens).to_arrays())
     item = PushItem(group=assign.group, lease=assign.lease, worker=rollout.worker, truncated=False, frames=specs)
     answer = await rollout.shards[0].ask(PushGroups(items=[item]), Results, frames)
@@ -102,7 +102,7 @@ async def push(rollout: Rollout, assign: Assign, tokens: int) -> Result:
 async def test_a_shard_on_a_full_disk_refuses_pushes_serves_reads_and_goes_on_by_itself(
     on_disk: Run, disk: Disk
 ) -> None:
-    run, tokens = on_disk, 20_000  # 0.4 MB a group
+    run, tokens = on_disk, 20_000  # 0.4 MB per group
     trainer = await run.trainer()
     await trainer.publish(0, WEIGHTS)
     rollout = await run.rollout(capacity=24)
@@ -163,7 +163,7 @@ async def test_the_parameter_server_on_a_full_disk_refuses_a_version_serves_the_
     assert isinstance(groups, Groups)
     disk.empty()
     async with asyncio.timeout(20):
-        assert (await publishing).version == 1  # the same server, asked again by the client
+        assert (await publishing).version == 1  # the same server process, after a retry by the client
     puller.close()
 
 
@@ -203,7 +203,7 @@ async def test_a_scheduler_that_starts_or_ends_on_a_full_disk_loses_nothing(disk
         await cast.instance.until_held(4)
         disk.fill(left=0)
         full = [""]
-        while not full[-1]:  # each start needs a little room, and finds it in pages that are begun
+        while not full[-1]:  # each start needs a little room, and finds it in partly used pages
             assert len(full) < MAX_STARTS, "void: there was room at every start"
             assert world.stop() == 0
             world.start()
@@ -258,7 +258,7 @@ async def _said(caplog: pytest.LogCaptureFixture, what: str) -> bool:
 
 
 async def _serves_its_version(run: Run) -> bool:
-    """False until the restarted parameter server has attached."""
+    """Return False until the restarted parameter server has attached."""
     (version,) = (await run.status(run.where.parameters))["versions"]
     assert version["corrupt"] == ""
     return bool(version["registered"])

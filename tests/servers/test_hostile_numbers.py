@@ -1,4 +1,4 @@
-"""Numbers that no honest peer sends, each of which once ended a server: they are refused, and it goes on."""
+"""Servers refuse numbers that no honest peer sends and continue; each of these numbers once ended a server."""
 
 import hashlib
 from pathlib import Path

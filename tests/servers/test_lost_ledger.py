@@ -1,4 +1,4 @@
-"""A ledger that is missing, older than the rest of its run, or of another run, is refused and costs nothing."""
+"""A ledger that is missing, older than the rest of its run, or of another run is refused, and no data is lost."""
 
 import asyncio
 import re
@@ -32,7 +32,7 @@ sys.exit(attach(config, run_dir, "trainer", addresses(config, run_dir).scheduler
 
 
 class Story:
-    """A run of two steps, whose scheduler was copied after the first; nothing of it is running."""
+    """A stopped run of two steps, whose scheduler state was copied after the first."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -69,13 +69,13 @@ class Story:
         await trainer.publish(step + 1, {"w": np.full(3, step, np.float32)}, batch.batch)
 
     def keep(self, *names: str) -> None:
-        """Take a copy of parts of the run directory."""
+        """Copy parts of the run directory."""
         self.older.mkdir(exist_ok=True)
         for name in names:
             _copy(self.run_dir / name, self.older / name)
 
     def restore(self, *names: str) -> None:
-        """Put the older copy back."""
+        """Restore the older copy."""
         for name in names:
             self.lose(name)
             _copy(self.older / name, self.run_dir / name)
@@ -86,7 +86,7 @@ class Story:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def files(self) -> dict[str, bytes]:
-        """Trace, checkpoints, versions and payload, as they lie on the disk."""
+        """Return trace, checkpoints, versions and payload as they are on the disk."""
         found = [*self.run_dir.glob("trace.jsonl")]
         for folder in ("checkpoints", "parameters", "trajectories-0"):
             found += (self.run_dir / folder).rglob("*")
@@ -108,7 +108,7 @@ class Story:
         return found
 
     async def refused(self, *process: str | int) -> str:
-        """Start a server that must refuse to start, and change nothing; the one line that it prints."""
+        """Start a server that must refuse to start and must change nothing; return the one line that it prints."""
         before = self.files()
         role, *shard = process
         assert isinstance(role, str)
@@ -116,7 +116,7 @@ class Story:
         code, said = await asyncio.to_thread(self.run.ended, "-".join(map(str, process)))
         assert code == 2, said
         after = self.files()
-        if role != "scheduler":  # one that runs traces who attaches
+        if role != "scheduler":  # the running scheduler traces every attach
             after["trace.jsonl"] = before["trace.jsonl"]
         assert after == before
         return said
@@ -151,7 +151,7 @@ def _older(story: Story) -> None:
 
 
 def _of_another_run(story: Story) -> None:
-    """Of the same configuration."""
+    """Replace the ledger by one of another run with the same configuration."""
     story.lose("scheduler")
     aside = story.run_dir.with_name("aside")
     aside.mkdir()
@@ -231,7 +231,7 @@ async def test_what_was_refused_continues_once_the_newest_copy_is_back(story: St
 async def test_a_server_of_another_machine_refuses_a_ledger_that_lost_its_history(
     story: Story, harm: Callable[[Story], None], said: str, server: tuple[str | int, ...]
 ) -> None:
-    """The scheduler's machine holds none of what the others know."""
+    """The scheduler's machine has lost everything that the other servers still have."""
     harm(story)
     aside = story.run_dir.with_name("aside")
     aside.mkdir()
@@ -266,7 +266,7 @@ async def test_a_trainer_of_another_machine_refuses_a_ledger_that_lost_its_histo
 
 
 async def test_a_missing_shard_is_given_up_and_not_refused(story: Story) -> None:
-    """Decision 0027: payload that lay on a lost disk is given up by the shard that lacks it."""
+    """Decision 0027: payload on a lost disk is given up by the shard that lacks it."""
     story.lose("trajectories-0")
     for start in (story.run.scheduler, story.run.trajectories, story.run.parameters):
         start()

@@ -1,7 +1,7 @@
-"""A run resumes from what a power failure leaves: writes, and names in folders, that were synced before.
+"""A run resumes from the state that a power failure leaves: the writes and folder entries that were synced before.
 
-``Disk`` notes what ``fsync`` and ``fdatasync`` bring to the disk, by inode: the bytes of a file, the names in a folder.
-From these alone it makes the run directory again.
+``Disk`` records what ``fsync`` and ``fdatasync`` bring to the disk, by inode: the bytes of a file, the names in a
+folder. It rebuilds the run directory from these records alone.
 """
 
 import os
@@ -27,7 +27,7 @@ from tests.servers.scheduler.world import config
 
 
 class Disk:
-    """What a power failure would leave of a folder."""
+    """The state of a folder that would survive a power failure."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -46,7 +46,7 @@ class Disk:
             self._files[found.st_ino] = path.read_bytes()
 
     def fail(self) -> None:
-        """Put in the place of the folder what its disk has."""
+        """Replace the folder by the synced state."""
         before = self.root.rename(self.root.with_name("before"))
         self._restore(before, self.root)
 
@@ -57,7 +57,7 @@ class Disk:
             if source.is_dir():
                 self._restore(source, target)
                 continue
-            if source.name == FILE:  # LMDB syncs it without Python
+            if source.name == FILE:  # LMDB syncs this file without Python
                 target.write_bytes(source.read_bytes())
             elif not source.is_socket():
                 target.write_bytes(self._files.get(found.st_ino, b""))
@@ -155,7 +155,7 @@ def test_keys_are_on_the_disk_when_they_are_made(disk: Disk) -> None:
 
 
 def build(folder: Path, *, seed: int) -> None:
-    """A model directory, as far as its check looks."""
+    """Write a model directory that passes the directory check."""
     folder.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (folder / name).write_text("{}")

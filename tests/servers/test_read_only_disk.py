@@ -1,7 +1,7 @@
-"""A file system that turns read-only under live servers: writes are refused ``busy`` until an operator mounts it again.
+"""While a file system is read-only under live servers, writes are refused ``busy``, until an operator remounts it.
 
-On an ext4 file system in a file, whose journal is aborted: the kernel makes it read-only under open files, as after an
-error of a real disk. Needs the right to mount one.
+The tests use an ext4 file system in a file and abort its journal: the kernel then makes it read-only under open files,
+as after an error of a real disk. They require the right to mount.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ SERVERS = ("scheduler", "trajectories-0", "parameters")
 
 
 class Disk:
-    """A file system of its own."""
+    """A separate file system."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "d"
@@ -47,7 +47,7 @@ class Disk:
         assert _done("mount", "-o", "remount,abort", str(self.path)) == 0
 
     def repair(self) -> None:
-        """Mount it again, as an operator would."""
+        """Remount the file system, as an operator would."""
         assert _done("umount", str(self.path)) == 0
         assert _done("fsck.ext4", "-fy", str(self._image)) in (0, 1)
         assert self.mount()
@@ -99,7 +99,7 @@ async def test_servers_on_a_disk_that_turns_read_only_refuse_writes_serve_reads_
         for name in SERVERS:
             assert run.kill(name, signal.SIGTERM) == 0
         while run.clients:
-            run.clients.pop().close()  # some have files of the parameter server open
+            run.clients.pop().close()  # some clients have files of the parameter server open
         disk.repair()
         _start(run)
         await eventually(lambda: _holds(run, 1))
@@ -131,7 +131,7 @@ async def _until(run: Run, key: str, wanted: str) -> dict[str, str]:
 
 
 async def _serves_for(run: Run, seconds: float) -> None:
-    """Each server answers, until its periodic work has met the disk, too."""
+    """Check that every server replies for ``seconds``, in which its periodic work has used the disk as well."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for address in run.where.all:
@@ -140,7 +140,7 @@ async def _serves_for(run: Run, seconds: float) -> None:
 
 
 async def _takes(rollout: Rollout, lease: Assign) -> bool:
-    """A shard is busy until the scheduler has sent the limits of the model."""
+    """Retry a push: a shard is busy until the scheduler has sent the limits of the model."""
     (result,) = await rollout.push(lease)
     assert result.code in (None, Code.BUSY)
     return result.code is None

@@ -1,4 +1,4 @@
-"""A server that is attached to the scheduler: how it stops."""
+"""An attached server stops even while calls arrive, and takes over the name of its predecessor in the same slot."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,7 +24,7 @@ SERVER = WorkerId("parameters.1")
 
 
 class Slow:
-    """A service that answers nothing: the first call is worked on until the second is here, and that one for ever."""
+    """A service without replies: it works on the first call until the second arrives, and on the second without end."""
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
@@ -107,7 +107,7 @@ async def test_a_process_tells_its_supervisor_when_the_run_has_taken_it(
 async def test_a_process_has_the_name_of_its_predecessor_in_the_same_slot_at_once(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the predecessor is still heard."""
+    """The predecessor still sends heartbeats."""
     run = make_run()
     run.scheduler()
     run.trajectories()

@@ -1,4 +1,4 @@
-"""Small runs, and what every test says of them alone."""
+"""Small configurations of simulated runs; each test passes only the settings that it varies."""
 
 from typing import Any
 
@@ -48,6 +48,7 @@ def config(
             backend="simulated", batch_size=batch_size, steps=steps, simulated_step_s=train_s, checkpoint_every=4
         ),
         scheduler=Scheduler(lease_s=lease_s),
-        coordination=Coordination(routing="least_loaded", admission="fill"),  # what can be reckoned by hand
+        # simple policies, whose results can be calculated by hand
+        coordination=Coordination(routing="least_loaded", admission="fill"),
         simulation=Simulation(**simulation),
     )

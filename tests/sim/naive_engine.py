@@ -1,4 +1,4 @@
-"""An engine as a loop over single steps: slow, plain, and what ``SimEngine`` must agree with."""
+"""Reference for ``SimEngine``: a slow, plain engine that loops over single steps and must give the same results."""
 
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ class NaiveSample:
     turn: int = 0
     written: int = 0
     versions: list[int] = field(default_factory=list[int])
-    """Of each token."""
+    """Version that wrote each token."""
     fate: str = "done"
     place: str = "out"
     ended_s: float = -1.0
@@ -30,7 +30,7 @@ class NaiveSample:
 
 
 class NaiveEngine:
-    """Does what it is asked at the first boundary that is not before the asking."""
+    """Engine that carries out each request at the first step boundary at or after the time of the request."""
 
     def __init__(self, cost: StepCost, *, slots: int, kv_capacity: int, on_update: OnUpdate) -> None:
         self.cost = cost
@@ -47,7 +47,7 @@ class NaiveEngine:
         self.preempted = 0
 
     def run(self, asked: list[tuple[float, str, NaiveSample | tuple[int, float]]]) -> None:
-        """Carry out everything, in order of time, until nothing is left to do."""
+        """Carry out all requests in order of time, until no work is left."""
         asked = list(asked)
         while asked or self.running or self.waiting or self.away or self.load is not None:
             if not self.running and not self.waiting and self.load is None:
@@ -59,11 +59,12 @@ class NaiveEngine:
             self._take_weights()
             self._join()
             self._make_room()
-            if self.running and self.time_s == begun_s:  # else it stood still: what was asked meanwhile comes first
+            # otherwise time passed without a step, and requests from that time come first
+            if self.running and self.time_s == begun_s:
                 self._write()
 
     def _hear(self, asked: list[tuple[float, str, NaiveSample | tuple[int, float]]]) -> None:
-        """What was asked, and who came back from a tool, since the last boundary; in order of time."""
+        """Apply the requests and tool returns since the last boundary, in order of time."""
         while True:
             back_s = min((back for back, _ in self.away), default=float("inf"))
             asked_s = asked[0][0] if asked else float("inf")

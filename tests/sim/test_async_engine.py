@@ -1,4 +1,4 @@
-"""The simulated engine keeps the contract of ``AsyncEngine``, and its tokens name their samples."""
+"""The simulated engine fulfils the contract of ``AsyncEngine``, and its tokens identify their samples."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -24,7 +24,7 @@ PROMPT = np.ones(1, np.int32)
 
 
 class Bench:
-    """Engines that write a token a second, each sample of 10 tokens."""
+    """Engines that write one token a second, in samples of 10 tokens."""
 
     def __init__(self) -> None:
         of = config(longest=LONGEST, lengths={"lengths": "uniform", "min_tokens": 10, "max_tokens": 10})
@@ -49,7 +49,7 @@ class Bench:
 
 
 def story(trajectory: Trajectory) -> tuple[list[tuple[int, int]], Finish]:
-    """(version, tokens) of each segment, and how it ended."""
+    """(version, tokens) of each segment, and the reason for the end."""
     return [(segment.version, len(segment.token_ids)) for segment in trajectory.segments], trajectory.finish
 
 

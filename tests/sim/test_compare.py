@@ -1,4 +1,4 @@
-"""All choices of the bound and all peers beside each other, as a table and as pictures."""
+"""The comparison of all bounds and all peers is complete, both as a table and as pictures."""
 
 import sys
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ def test_a_peer_nobody_knows_is_refused_before_anything_runs() -> None:
 
 
 class Outside(HTMLParser):
-    """Everything on a page that would be loaded from elsewhere, and the text of its cells."""
+    """Collects every external resource of a page, and the text of its table cells."""
 
     def __init__(self) -> None:
         super().__init__()

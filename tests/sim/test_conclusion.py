@@ -1,4 +1,4 @@
-"""The sentences below a comparison: what is fastest for nothing, what costs what, and what exceeds the bound."""
+"""The sentences below a comparison name the fastest choice without a cost, the costs of others, and broken bounds."""
 
 from dataclasses import replace
 

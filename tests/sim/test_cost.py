@@ -1,4 +1,4 @@
-"""Steps and seconds: closed form both ways."""
+"""The closed forms from steps to seconds and from seconds to steps agree."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The simulated engine: exact to the step, and what it does when it is interrupted, crowded, loaded and out of room."""
+"""The simulated engine is exact to the step, also under interrupts, queueing, weight loads and a full cache."""
 
 import random
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from staleflow.sim.timeline import Timeline
 from tests.sim.naive_engine import NaiveEngine, NaiveSample
 
 SECOND = StepCost(k1=0.0, k2=1.0, k3=0.0, k4=0.0)
-"""Every step lasts a second."""
+"""Every step takes one second."""
 
 
 class Watched:
-    """An engine and when each of its samples came out."""
+    """An engine and the finish time of each of its samples."""
 
     def __init__(
         self, cost: StepCost = SECOND, *, slots: int = 4, kv_capacity: int = 0, on_update: OnUpdate = "keep"
@@ -37,7 +37,7 @@ class Watched:
 
 
 def versions(sample: Sample) -> list[int]:
-    """Of each token."""
+    """Version of each token."""
     return [int(segment.version) for segment in sample.segments for _ in range(segment.tokens)]
 
 
@@ -45,7 +45,7 @@ def versions(sample: Sample) -> list[int]:
 
 
 def case(seed: int) -> tuple[StepCost, int, int, OnUpdate, list[tuple[float, str, int]], list[NaiveSample]]:
-    """A random engine and what is asked of it: (second, what, sample or version)."""
+    """A random engine and its requests: (second, method, sample or version)."""
     draw = random.Random(seed)
     cost = StepCost(
         k1=draw.choice([0.0, 0.001, 0.02]),
@@ -83,7 +83,7 @@ def pause_s(version: int) -> float:
 
 
 def asks(engine: SimEngine, what: str, number: int, samples: list[Sample]) -> Callable[[], object]:
-    """One thing that is asked of an engine."""
+    """Return a callable that sends one request to an engine."""
     if what == "load":
         return lambda: engine.load(Lineage(0), Version(number), pause_s(number))
     return lambda: getattr(engine, what)(samples[number])
@@ -193,7 +193,7 @@ def test_a_full_cache_sends_the_newest_back_and_reads_it_in_again_later() -> Non
     watched = Watched(StepCost(k1=0.0, k2=1.0, k3=0.0, k4=0.0, prefill_s=0.1), slots=2, kv_capacity=12)
     watched.engine.submit(Sample(0, 0, (8,)))
     watched.engine.submit(Sample(1, 0, (7,)))
-    # both run until they hold 6 + 6; the older one ends at 8; the other is read in (6 tokens) and writes one more
+    # both run until they store 6 + 6 tokens; the older ends at 8 s; the other prefills 6 tokens and writes one more
     assert watched.run() == pytest.approx({0: 8.0, 1: 8.0 + 0.6 + 1.0})
     assert watched.engine.state().preempted == 1
 

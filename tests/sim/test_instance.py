@@ -1,4 +1,4 @@
-"""Lives of the shipped worker in a simulated run: how they end, and what their ends leave in the trace."""
+"""The shipped worker, in a simulated run, ends in the ways that its trace reports."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,13 +31,13 @@ def events(*happen: tuple[float, int, str]) -> list[Occurrence]:
 
 
 def left(run_dir: Path) -> list[tuple[str, str]]:
-    """Which rollout workers detached, and why."""
+    """(worker, reason) of each rollout worker that detached."""
     found = [event for event in read_events(run_dir / "trace.jsonl") if event["ev"] == "detach"]
     return [(event["worker"], event["why"]) for event in found if event["role"] == "rollout"]
 
 
 class Alone:
-    """One instance whose scheduler is the test."""
+    """One instance; the test takes the place of its scheduler."""
 
     def __init__(self, on_call: Callable[[Call], None]) -> None:
         self.conductor = Conductor(0.0)
@@ -74,7 +74,8 @@ def test_a_worker_whose_engine_hangs_falls_silent_by_itself_and_loses_its_leases
     ends = [one for one in found if one["ev"] == "release" and one["why"] == "expired"]
     assert {holder[one["lease"]] for one in ends} == {"rollout-0.0"}
     first_s = (ends[0]["t"] - found[0]["t"]) / 1e9
-    expires_s = 5.0 + given.scheduler.lease_s  # of what is renewed when the engine begins to hang
+    # for leases that are renewed at the moment when the engine starts to hang
+    expires_s = 5.0 + given.scheduler.lease_s
     assert expires_s <= first_s <= expires_s + STUCK_TIMEOUT_S + 2 * TICK_INTERVAL_S
 
 

@@ -1,4 +1,4 @@
-"""Length-clustered composition with the shipped ranker, in virtual time: what it buys, and what it must not cost."""
+"""Length-clustered composition with the shipped ranker speeds up runs in virtual time at no cost in correctness."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ Composition = Literal["iid", "length_clustered"]
 
 
 def run(composition: Composition, *, prompt_share: float, steps: int = 80, shards: int = 1) -> Result:
-    """Four engines, batches of 16 groups, a heavy tail of which ``prompt_share`` can be known."""
+    """Simulate four engines, batches of 16 groups and a heavy tail; ``prompt_share`` of each length is predictable."""
     return simulate(
         Config(
             prompts=Prompts(source="nobody:opens"),
@@ -41,7 +41,7 @@ def run(composition: Composition, *, prompt_share: float, steps: int = 80, shard
 
 
 def trained(result: Result) -> tuple[int, float]:
-    """Violations, and mean length trained over mean length drawn to three digits."""
+    """Number of violations, and mean trained length over mean drawn length to three digits."""
     return result.violations, round(result.length_bias, 3)
 
 

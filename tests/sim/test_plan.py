@@ -1,4 +1,4 @@
-"""``staleflow plan``: what a trace says of its run, what is tried, and what is left of it."""
+"""``staleflow plan`` measures a run from its trace, simulates candidate settings, and keeps the best of them."""
 
 import itertools
 import math
@@ -161,7 +161,7 @@ def test_whoever_waits_for_a_plan_hears_how_far_it_is(monkeypatch: pytest.Monkey
     heard: list[tuple[int, int]] = []
     found = list(plan(config(), [0, 1], on_progress=lambda done, of: heard.append((done, of))))
     done = [part for part, _ in heard]
-    first = 7 * searched.SHORT_STEPS  # at 0 one choice, at 1 six
+    first = 7 * searched.SHORT_STEPS  # one candidate at bound 0, six at bound 1
     assert done == sorted(done)
     assert heard[6] == (first, 2 * first)
     assert heard[-1] == (first + len(found) * searched.LONG_STEPS,) * 2

@@ -1,4 +1,4 @@
-"""Whole runs in virtual time: the same again, audited, and as fast as plain arithmetic says where that is possible."""
+"""Whole runs in virtual time are reproducible and audited, and as fast as calculated where calculation is possible."""
 
 import os
 import subprocess
@@ -33,17 +33,17 @@ print(simulate(config(events=[Occurrence(**event) for event in crash])).trace_ha
 
 
 def fixed(tokens: int) -> dict[str, object]:
-    """Every trajectory has so many tokens."""
+    """Length settings that give every trajectory ``tokens`` tokens."""
     return {"lengths": "uniform", "min_tokens": tokens, "max_tokens": tokens}
 
 
 def ran(result: Result, steps: int = 12) -> Result:
-    """As every run must end."""
+    """Check that a run has finished all steps without a violation."""
     assert (len(result.steps), result.violations) == (steps, 0)
     return result
 
 
-# --- the same again ---------------------------------------------------------------------------------------------------
+# --- reproducibility --------------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_the_same_whatever_the_hashes_of_strings_are() -> None:
@@ -64,7 +64,7 @@ def test_another_seed_is_another_run() -> None:
     assert len({simulate(config(seed=seed)).trace_hash for seed in range(3)}) == 3
 
 
-# --- what arithmetic says ---------------------------------------------------------------------------------------------
+# --- expected speeds --------------------------------------------------------------------------------------------------
 
 
 def test_on_policy_every_step_takes_its_generation_and_its_training() -> None:
@@ -83,7 +83,7 @@ def test_a_trainer_that_is_the_bottleneck_never_waits_but_for_the_first_batch() 
 
 def test_engines_that_are_the_bottleneck_are_busy_all_the_time() -> None:
     result = ran(simulate(config(max_staleness=1, train_s=0.1, slots=4, engines=1, lengths=fixed(100))))
-    # 4 groups of 2 samples, 4 slots: two rounds of a second each
+    # 4 groups of 2 samples, 4 slots: two rounds of one second each
     assert result.rollout_limit == pytest.approx(30.0)
     assert result.steps_per_min == pytest.approx(30.0, rel=0.01)
     assert result.engine_idle < 0.05
@@ -96,7 +96,8 @@ def test_reward_pull_and_load_take_their_time() -> None:
 
 def test_published_at_the_start_of_a_step_a_version_gives_one_step_more() -> None:
     result = ran(simulate(config(max_staleness=0, lengths=fixed(100), publish="start")))
-    assert result.steps_per_min == pytest.approx(30.0)  # generation runs beside the training that it must not depend on
+    # generation overlaps with the training, whose result it must not depend on
+    assert result.steps_per_min == pytest.approx(30.0)
 
 
 def test_engines_of_several_kinds_share_the_work_by_their_speed() -> None:
@@ -109,7 +110,7 @@ def test_engines_of_several_kinds_share_the_work_by_their_speed() -> None:
 
 def test_engines_that_come_and_go_count_towards_the_limit_as_long_as_they_are_there() -> None:
     result = ran(simulate(config(train_s=0.1, slots=4, lengths=fixed(100), events=events((4.0, 1, "leave")))))
-    first, last = result.steps[1].ended_s, result.steps[-3].ended_s  # what steps_per_min counts
+    first, last = result.steps[1].ended_s, result.steps[-3].ended_s  # the period that steps_per_min counts
     assert first < 4.0 < last
     assert result.rollout_limit == pytest.approx(30.0 * (1.0 + (4.0 - first) / (last - first)))
     assert result.steps_per_min < result.rollout_limit
@@ -161,7 +162,7 @@ def test_the_token_bound_masks_what_is_too_old(max_staleness: int, min_trainable
         20,
     )
     assert result.staleness_max <= max_staleness
-    assert (result.masked > 0.0) == (max_staleness > 0)  # on policy nothing is written while a step trains
+    assert (result.masked > 0.0) == (max_staleness > 0)  # on policy, no tokens are written while a step trains
     assert (result.discarded > 0.0) == (min_trainable > 0.0 and max_staleness > 0)
 
 
@@ -171,7 +172,7 @@ def test_a_filter_costs_tokens_that_are_told_apart() -> None:
     assert result.discarded == 0.0
 
 
-# --- strategies that need something of the simulated workers ----------------------------------------------------------
+# --- strategies with special demands on the simulated workers ---------------------------------------------------------
 
 
 def test_groups_that_move_on_keep_their_tokens() -> None:
@@ -231,7 +232,7 @@ def test_groups_are_spread_over_several_shards() -> None:
     ran(simulate(replace(run, trajectories=replace(run.trajectories, shards=3))))
 
 
-# --- engines that fail ------------------------------------------------------------------------------------------------
+# --- failing engines --------------------------------------------------------------------------------------------------
 
 
 def events(*happen: tuple[float, int, str]) -> list[Occurrence]:
@@ -279,7 +280,7 @@ def test_a_full_cache_slows_a_run_down_and_breaks_nothing() -> None:
     assert sum(engine.preempted for engine in narrow.engines) > 0
 
 
-# --- what is kept, what is refused ------------------------------------------------------------------------------------
+# --- output files and rejected configurations -------------------------------------------------------------------------
 
 
 def test_the_trace_is_kept_where_it_is_wanted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every strategy in whole runs: they end, keep the bound, and do what they are for."""
+"""Every strategy finishes whole runs, keeps the bound, and has its intended effect."""
 
 import itertools
 from collections import Counter
@@ -29,7 +29,7 @@ TROUBLE = [
     Occurrence(at_s=9.0, engine=0, what="return"),
 ]
 HEAVY = {"sigma": 1.5, "mean_tokens": 120.0}
-"""A tail that stalls steps: one in forty is ten times as long as the mean."""
+"""Length settings with a tail that stalls steps: one trajectory in forty is ten times as long as the mean."""
 CHOICES = [
     *itertools.product(get_args(Routing), ["greedy"], ["none"], get_args(Admission)),
     *itertools.product(["cost_model"], get_args(Sync), get_args(Migration), ["just_in_time"]),
@@ -59,7 +59,7 @@ def test_a_run_with_failing_engines_filters_and_spares_ends_and_keeps_the_bound(
 def test_a_group_that_is_begun_anew_at_the_newest_version_finds_it_loaded(
     sync: Sync, on_update: str, tmp_path: Path
 ) -> None:
-    """``retry`` leases at the newest version, whatever the strategy has let the engine load."""
+    """``retry`` leases at the newest version, regardless of the version that the strategy has let the engine load."""
     of = config(
         on_overdue=OnOverdue.RETRY, batch_size=2, group_size=4, engines=5, slots=12, steps=20, train_s=0.15, pull_s=0.1
     )
@@ -72,7 +72,7 @@ def test_a_group_that_is_begun_anew_at_the_newest_version_finds_it_loaded(
 
 
 def heavy(admission: Admission, max_staleness: int, **more: object) -> list[Result]:
-    """Runs of 60 steps whose prompts have the same lengths whatever the admission."""
+    """Runs of 60 steps whose prompts have the same lengths under every admission policy."""
     runs: list[Result] = []
     for seed in SEEDS:
         of = config(
@@ -108,7 +108,7 @@ def test_under_the_token_bound_it_masks_less() -> None:
 
 
 def test_slow_engines_get_less_by_the_cost_model() -> None:
-    """An even share of a fleet of two kinds is as slow as the slower kind."""
+    """With even shares, a fleet of two engine kinds would be as slow as the slower kind."""
     fleet = [Fleet(count=2, speed=1.0), Fleet(count=2, speed=0.25)]
     of = config(steps=40, batch_size=8, group_size=1, engines=4, longest=2000, lengths=HEAVY, fleet=fleet)
     even, by_cost = (simulate(chosen(of, routing=routing)) for routing in ("least_loaded", "cost_model"))

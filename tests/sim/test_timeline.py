@@ -1,10 +1,10 @@
-"""Virtual time: in order, one instant at a time, and settled before it goes on."""
+"""Virtual time runs events in order, one instant at a time, and settles each instant before the next."""
 
 from staleflow.sim.timeline import Timeline
 
 
 class Told:
-    """What happened, and when."""
+    """A timeline and the record of its events with their times."""
 
     def __init__(self) -> None:
         self.timeline = Timeline()

@@ -1,4 +1,4 @@
-"""Virtual processes: killed ones do nothing any more, stopped ones do it late, and order is always the same."""
+"""A killed virtual process does nothing more, a stopped one does its work late, and the order is deterministic."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ def test_a_killed_process_runs_no_line_more_not_even_its_last_will() -> None:
     conductor.run(lambda: False)
     assert (said, process.alive, process.error) == ([], False, None)
     conductor.close()
-    assert said == ["finally"]  # at the burial, when nobody looks any more
+    assert said == ["finally"]  # during cleanup, after the last observation
 
 
 def test_a_stopped_process_does_late_what_fell_due() -> None:

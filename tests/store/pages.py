@@ -9,8 +9,11 @@ _TWO_CHILDREN = b"\x14\x00"
 
 
 def harm_branches(file: Path, bit: int = 2) -> int:
-    """One bit in the header of every branch page with two children; bit 2: it says that it has none, and LMDB ends
-    whoever searches there (SIGABRT, by an assertion). Returns how many there are."""
+    """Flip one bit in the header of every branch page with two children; return the number of such pages.
+
+    With bit 2 the header states that the page has no children, and a search that reaches it ends the process (SIGABRT,
+    by an assertion of LMDB).
+    """
     data, found = bytearray(file.read_bytes()), 0
     for start in range(0, len(data), PAGE):
         header = bytes(data[start : start + 16])

@@ -1,4 +1,4 @@
-"""A record that changed on disk is never read as what it was not."""
+"""A record that changed on disk is rejected and never read as different data."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Damage that ends whoever reads it is found by a process of its own, and the store is refused by name."""
+"""Damage that kills its reader is detected in a separate process, and the store is rejected by name."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ store.close()
 
 
 def reader(path: Path) -> subprocess.CompletedProcess[str]:
-    """A process that notes its crashes, and reads."""
+    """Run a process that records its crashes, and reads."""
     return subprocess.run([sys.executable, "-c", READER, str(path)], capture_output=True, text=True, check=False)
 
 

@@ -1,4 +1,4 @@
-"""What a store keeps, what it refuses, and who may open it."""
+"""A store keeps committed data, rejects foreign files and writes beyond its map, and has one opener at a time."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The store in memory keeps and forgets what the one on disk does."""
+"""The store in memory keeps and deletes the same data as the one on disk."""
 
 import random
 from pathlib import Path
@@ -13,11 +13,11 @@ TABLES = ("a", "b")
 
 
 class Undone(Exception):
-    """Ends a block that is not to be kept."""
+    """Raised to leave a block without committing it."""
 
 
 def contents(store: Store) -> list[object]:
-    """Everything that can be read, in every way."""
+    """Return all readable data, by every read method."""
     with store.read() as txn:
         return [
             (
@@ -33,7 +33,7 @@ def contents(store: Store) -> list[object]:
 
 
 def act(txn: Write, draw: random.Random) -> object:
-    """One random operation, and what it said."""
+    """Apply one random operation; return its result."""
     table, key, value = draw.choice(TABLES), number_key(draw.randrange(10)), bytes([draw.randrange(256)])
     match draw.randrange(4):
         case 0:

@@ -1,4 +1,4 @@
-"""A file is used again only when nobody reads it: no process, no map, no array."""
+"""A file is reused only when it has no reader left: no process, no map, no array."""
 
 import errno
 import fcntl
@@ -70,7 +70,7 @@ def test_a_file_that_is_taken_while_it_is_opened_is_not_held(path: Path, monkeyp
         hold(path)
 
 
-@pytest.mark.parametrize("why", [errno.EBADF, errno.ENOSYS])  # of NFS, of Lustre without ``-o flock``
+@pytest.mark.parametrize("why", [errno.EBADF, errno.ENOSYS])  # errors of NFS, and of Lustre without ``-o flock``
 def test_a_file_that_cannot_be_locked_is_left_where_it_is(
     path: Path, monkeypatch: pytest.MonkeyPatch, why: int
 ) -> None:

@@ -20,7 +20,7 @@ WORKERS = [WorkerId(f"rollout-{n}.1") for n in range(3)]
 
 
 class History:
-    """One run: events go to the machine, its effects to the trace, one commit an event."""
+    """One run: events go to the machine, its effects to the trace, one commit per event."""
 
     def __init__(self, folder: Path, limits: Limits, seed: int) -> None:
         self.path = folder / "trace.jsonl"
@@ -86,7 +86,7 @@ class History:
         self._store.close()
 
     def restart(self) -> None:
-        """As after ``kill -9``: the ledger is what was stored."""
+        """Restart as after ``kill -9``: the ledger is restored from its stored rows."""
         self._trace.close()
         self._store.close()
         rows = [(key, tuple(row)) for key, row in self.machine.rows().items()]
@@ -100,7 +100,7 @@ class History:
         self.do(events.Publish(trainer_term=TrainerTerm(1), sha="v0", nbytes=8))
 
     def wander(self, steps: int) -> None:
-        """Do ``steps`` random things, most of them useful."""
+        """Take ``steps`` random steps, most of them useful."""
         choices = [self.reserve] * 12 + [self.push] * 10 + [self.occupy] * 10 + [self.train] * 4
         choices += [self.expire, self.filter, self.quarantine, self.checkpoint, self.roll_back, self.restart]
         for _ in range(steps):
@@ -194,7 +194,7 @@ class History:
 
 
 def limits_of(seed: int) -> Limits:
-    """A small, different ledger for each seed."""
+    """Return a small, different ledger for each seed."""
     chosen = random.Random(seed)
     bound = Bound.TOKEN if seed % 3 == 2 else Bound.TRAJECTORY
     return Limits(
@@ -209,7 +209,7 @@ def limits_of(seed: int) -> Limits:
 
 
 def history(folder: Path, seed: int, steps: int = 300) -> Path:
-    """A whole random run; the path of its trace."""
+    """Record a whole random run; return the path of its trace."""
     told = History(folder, limits_of(seed), seed)
     told.begin()
     told.wander(steps)

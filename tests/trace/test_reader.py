@@ -1,4 +1,4 @@
-"""A line of a trace is checked before anybody reads it; what a newer staleflow may add is no mistake."""
+"""Every trace line is validated when it is read, and additions of a newer staleflow are accepted."""
 
 from pathlib import Path
 from typing import Any

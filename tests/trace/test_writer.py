@@ -1,4 +1,4 @@
-"""The trace file follows the store, whatever happens between the two."""
+"""The trace file follows the store through any fault between the two."""
 
 import errno
 import hashlib
@@ -18,7 +18,7 @@ from staleflow.trace.writer import NO_HASH, TABLES, Trace, TraceError
 
 
 class Run:
-    """A store and its trace, incarnation after incarnation."""
+    """A store and its trace, over successive incarnations."""
 
     def __init__(self, folder: Path, durability: Durability = "process") -> None:
         self.path = folder / "trace.jsonl"
@@ -146,7 +146,7 @@ def test_a_store_that_is_older_than_the_file_is_refused_and_costs_no_line(
 
 @pytest.mark.parametrize("told", [1, 3])
 def test_a_store_of_another_history_is_refused_and_costs_no_line(tmp_path: Path, told: int) -> None:
-    """Of the same run, by its name: a copy that was taken early, and continued elsewhere."""
+    """Both stores are of one run by name: one is an early copy that continued elsewhere."""
     ours, theirs = Run(tmp_path / "ours").open(), Run(tmp_path / "theirs").open()
     for group in range(told):
         ours.tell(group)
@@ -217,7 +217,7 @@ def test_a_file_that_is_not_the_trace_of_the_store_is_refused(tmp_path: Path, ha
             run.path.unlink()
         case "shortened":
             run.path.write_bytes(raw[:100])
-        case _:  # the outbox repairs its own piece; make it the business of an older one
+        case _:  # the outbox repairs its own part, so empty it: the damage is older
             with run.open().store.write() as txn:
                 for key in list(txn.keys("outbox")):
                     txn.delete("outbox", key)
@@ -281,7 +281,7 @@ def test_a_trace_that_ends_and_begins_on_a_disk_that_takes_no_writes_is_complete
             run.tell(2)
         run.close()
         assert run.groups() == [1]
-        run.open()  # on the disk that still takes none
+        run.open()  # on the disk that still rejects writes
         with pytest.raises(OSError, match=os.strerror(number)):
             run.tell(3)
     assert run.groups() == [1]
@@ -301,7 +301,7 @@ def test_what_a_failed_sync_may_have_lost_is_written_once_more(tmp_path: Path, m
     run.tell(1)
 
     def lost(descriptor: int) -> None:
-        os.ftruncate(descriptor, 0)  # as a system may that could not write its pages back
+        os.ftruncate(descriptor, 0)  # as a system may do that could not write its pages back
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
@@ -310,6 +310,6 @@ def test_what_a_failed_sync_may_have_lost_is_written_once_more(tmp_path: Path, m
     assert run.groups() == [1, 2]
     run.tell(3)
     with run.store.read() as view:
-        assert view.count("outbox") == 1  # the others have left it, after a sync
+        assert view.count("outbox") == 1  # the earlier ones left it after a sync
     run.close()
     assert run.groups() == [1, 2, 3]

@@ -1,6 +1,7 @@
-"""In every process of a run whose PYTHONPATH has this folder: notes whatever turns data into code, and who did it.
+"""Audit hook for every process of a run whose PYTHONPATH has this folder: log each event that turns data into code.
 
-One line an event in the file that AUDIT_TO names: the command's verb, the event, and the file and function that asked.
+Each event is one line in the file that AUDIT_TO names: the command's verb, the event, and the file and function that
+caused it.
 """
 
 import os
@@ -15,7 +16,7 @@ def _hook(event: str, _: object) -> None:
         return
     try:
         code = sys._getframe(1).f_code  # pyright: ignore[reportPrivateUsage]
-    except ValueError:  # the interpreter itself, for what the command line says
+    except ValueError:  # no calling frame: the interpreter itself, for code of the command line
         return
     verb = "-".join(sys.orig_argv[3:6])
     os.write(_TO, f"{verb}\t{event}\t{code.co_filename}\t{code.co_name}\n".encode())

@@ -1,7 +1,8 @@
-"""The protocol as the paper writes it: versioned buffers with ``batch_size`` places, filled entry by entry.
+"""The protocol as the paper writes it: versioned buffers of ``batch_size`` places, filled entry by entry.
 
-As naive as possible and independent of the machine: no counters, no Hall, no deadlines-first.
-Occupy is greedy: a finished entry takes the earliest buffer that still leaves the unfinished ones a place.
+The model is deliberately naive and independent of the machine: it has no counters, no Hall condition and no
+deadlines-first order. Occupy is greedy: a finished entry takes the earliest buffer that still leaves the unfinished
+entries a place.
 """
 
 from dataclasses import dataclass, field
@@ -14,12 +15,12 @@ class Entry:
     """Oldest version."""
     newest: int
     occupied: int = 0
-    """When it was occupied, counted from 1; 0: it is not."""
+    """Rank of its occupation, counted from 1; 0 if it is not occupied."""
 
 
 @dataclass
 class Naive:
-    """Trajectory bound (or token bound, where an entry fits every buffer), no spares, no claims."""
+    """Ledger with the trajectory bound (or token bound, where an entry fits every buffer); no spares, no claims."""
 
     max_staleness: int
     batch_size: int
@@ -37,7 +38,7 @@ class Naive:
         return entry.version + self.max_staleness
 
     def place(self, entry: Entry, buffers: dict[int, list[Entry]], tried: set[int], first: int) -> bool:
-        """Put an entry into the latest buffer it may, moving entries between buffers if none is free."""
+        """Put an entry into the latest buffer allowed, moving entries between buffers if none is free."""
         for number in range(self.latest(entry), first - 1, -1):
             if number in tried:
                 continue
@@ -55,12 +56,12 @@ class Naive:
         return False
 
     def fits(self, entries: list[Entry], first: int, buffers: dict[int, list[Entry]] | None = None) -> bool:
-        """True when every entry finds a place in buffers first, first + 1, ..., beside what is in them."""
+        """Return True if every entry finds a place in buffers first, first + 1, ..., beside their present entries."""
         layout = {number: list(buffer) for number, buffer in (buffers or {}).items()}
         return all(self.place(entry, layout, set(), first) for entry in entries)
 
     def first_buffer(self) -> list[Entry]:
-        """What greedy Occupy puts into the buffer of the next step."""
+        """Return the entries that greedy Occupy puts into the buffer of the next step."""
         buffer: list[Entry] = []
         rest = list(self.live)
         for entry in sorted((e for e in self.live if e.occupied), key=lambda e: (self.order(e), e.occupied)):
@@ -72,7 +73,7 @@ class Naive:
         return buffer
 
     def still_fits(self, buffer: list[Entry], entry: Entry, rest: list[Entry]) -> bool:
-        """True when ``rest`` has places once ``buffer`` and ``entry`` are fixed in the buffer of the next step."""
+        """Return True if ``rest`` has places once ``buffer`` and ``entry`` are fixed in the buffer of the next step."""
         if len(buffer) + 1 == self.batch_size:
             return self.fits(rest, self.step + 1)
         blocked = Entry(-1, self.step - self.max_staleness, self.step)
@@ -81,7 +82,7 @@ class Naive:
     def order(self, entry: Entry) -> int:
         return 0 if self.token_bound else entry.version
 
-    # --- operations: True when they were granted ---
+    # --- operations: return True if granted ---
 
     def may_reserve(self, version: int) -> bool:
         if not 0 <= version <= self.version:
@@ -110,14 +111,14 @@ class Naive:
         return next(entry for entry in self.live if entry.group == group)
 
     def ready(self) -> list[int] | None:
-        """The batch of the next step, if it may be sealed now."""
+        """Return the batch of the next step, or None if it cannot be sealed now."""
         if self.step > self.version + 1:
             return None
         buffer = self.first_buffer()
         return [entry.group for entry in buffer] if len(buffer) == self.batch_size else None
 
     def seal(self) -> list[tuple[int, list[int]]]:
-        """Seal every step that is ready."""
+        """Seal every step that is ready; return the new batches."""
         done: list[tuple[int, list[int]]] = []
         while (groups := self.ready()) is not None:
             done.append((self.step, groups))
@@ -134,7 +135,7 @@ class Naive:
         self.version += 1
 
     def unseal(self, group: int) -> None:
-        """The payload of a member is corrupt."""
+        """Take back the batch of a member whose payload is corrupt, and all later batches."""
         at = next(step for step, batch in self.sealed.items() if any(entry.group == group for entry in batch))
         for step in [step for step in self.sealed if step >= at]:
             self.live += self.sealed.pop(step)
@@ -142,7 +143,7 @@ class Naive:
         self.leave(group)
 
     def rollback(self, to: int) -> list[tuple[int, list[int]]]:
-        """Back to version ``to``; the batch of step ``to`` is sealed again first."""
+        """Roll back to version ``to``; the batch of step ``to`` is sealed again first."""
         replay = [entry.group for entry in self.sealed.get(to, [])]
         for step in [step for step in self.sealed if step >= to]:
             self.live += self.sealed.pop(step)

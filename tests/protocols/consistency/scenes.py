@@ -1,4 +1,4 @@
-"""A machine with short words for what happens to it. Every invariant is checked after every event."""
+"""A machine with short methods for its events; every invariant is checked after every event."""
 
 from staleflow.protocols.consistency.effects import (
     Code,
@@ -46,7 +46,7 @@ from staleflow.protocols.consistency.machine import Machine
 
 
 class Scene:
-    """One ledger, from its first event on. Version 0 is published unless ``published`` is False."""
+    """One ledger from its first event. Version 0 is published unless ``published`` is False."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Scene:
         return done
 
     def push_event(self, group: int, *segments: tuple[int, int], sha: str = "", truncated: bool = False) -> Push:
-        """Segments as (version, tokens); all of the group's version by default."""
+        """Build a push with segments of (version, tokens); all of the group's version by default."""
         view = self.view(group)
         parts = segments or ((view.version, 10),)
         return Push(
@@ -115,7 +115,7 @@ class Scene:
         return self.apply(Occupy(group=GroupId(group), lease=self.view(group).lease))
 
     def finish(self, *groups: int) -> tuple[Effect, ...]:
-        """Push and occupy each; what the last of them caused."""
+        """Push and occupy each group; return the effects of the last occupy."""
         done: tuple[Effect, ...] = ()
         for group in groups:
             self.push(group)
@@ -142,7 +142,7 @@ class Scene:
         return self.apply(Renew(worker=WorkerId(worker)))
 
     def at(self, now_ms: int) -> tuple[Effect, ...]:
-        """Let it be ``now_ms``."""
+        """Advance the clock to ``now_ms``."""
         self.now_ms = now_ms
         return self.apply(Tick())
 
@@ -182,24 +182,24 @@ class Scene:
     # --- the server ---
 
     def restart(self) -> Machine:
-        """A machine made of the stored rows, as after a crash."""
+        """Return a machine restored from the stored rows, as after a crash."""
         machine = self.machine
         return Machine.restore(self.limits, machine.globals_row(), machine.rows().items(), self.now_ms)
 
 
 def groups(sealed: Effect) -> tuple[int, ...]:
-    """The members of a batch in order."""
+    """Return the members of a batch in order."""
     assert isinstance(sealed, Sealed)
     return tuple(member.group for member in sealed.members)
 
 
 def seals(effects: tuple[Effect, ...]) -> list[tuple[int, tuple[int, ...]]]:
-    """What was sealed: (step, members in order)."""
+    """Return the sealed batches as (step, members in order)."""
     return [(effect.step, groups(effect)) for effect in effects if isinstance(effect, Sealed)]
 
 
 def code(effects: tuple[Effect, ...]) -> Code:
-    """The code of the only effect, a refusal."""
+    """Return the code of the only effect, a rejection."""
     (refused,) = effects
     assert isinstance(refused, Rejected)
     return refused.code

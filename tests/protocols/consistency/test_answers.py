@@ -1,4 +1,4 @@
-"""Fencing, duplicates and conflicts, and that a no changes nothing."""
+"""Fenced, duplicate and conflicting requests get the right code, and a rejected request changes nothing."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tests.protocols.consistency.scenes import Scene, code
 
 
 def refused(scene: Scene, event: Event) -> Code:
-    """The code of a refusal that changes nothing."""
+    """Return the code of a rejection, after checking that it changes nothing."""
     before = scene.machine.snapshot()
     scene.machine.take_dirty()
     answer = code(scene.apply(event))
@@ -23,7 +23,7 @@ def refused(scene: Scene, event: Event) -> Code:
 
 
 def one_step() -> Scene:
-    """Step 0 is sealed with groups 0 and 1; group 2 is leased, 3 pushed, 4 occupied."""
+    """Return a ledger in which step 0 is sealed with groups 0 and 1; group 2 is leased, 3 pushed, 4 occupied."""
     scene = Scene(max_staleness=2, batch_size=2)
     scene.reserve(0, 1, 2, 3, 4)
     scene.finish(0, 1)

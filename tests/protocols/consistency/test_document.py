@@ -1,4 +1,4 @@
-"""docs/consistency.md says what the code does: its table is made here, and every test that it cites exists."""
+"""docs/consistency.md matches the code: its table is generated here, and every test that it cites exists."""
 
 import os
 import re
@@ -18,7 +18,7 @@ GROUP = 1
 
 
 def scene_in(state: str) -> Scene:
-    """A ledger in which group 1 is in ``state``, under lease 2 when it has or had one."""
+    """Return a ledger in which group 1 is in ``state``, under lease 2 if it has or had one."""
     scene = Scene(max_staleness=2, batch_size=2)
     scene.reserve(0)
     if state == "never seen":

@@ -1,8 +1,8 @@
-"""Every reachable state of a tiny ledger: batches of two, max_staleness 0, 1 and 2, up to six groups.
+"""Every reachable state of a tiny ledger is correct: batches of two, max_staleness 0, 1 and 2, up to six groups.
 
 States that differ only in the names of groups, leases and batches are one. In each state every admission and readiness
-is compared with the naive buffers, every invariant is checked, and the ledger must be able to go on: there is room, or
-something to finish, or a batch to train.
+is compared with the naive buffers, and every invariant is checked. The ledger must also be able to continue: it has
+room, or a group to finish, or a batch to train.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class Tiny:
 
 
 class Explorer:
-    """Breadth first over the states; a state is a stored ledger that can be restored."""
+    """Breadth-first search over the states; a state is a stored ledger that can be restored."""
 
     def __init__(self, tiny: Tiny) -> None:
         self.tiny = tiny
@@ -41,7 +41,7 @@ class Explorer:
         self.num_transitions = 0
 
     def run(self) -> int:
-        """Visit everything; the number of states."""
+        """Visit every state; return the number of states."""
         seen = {self.key()}
         frontier = [self.stored()]
         while frontier:
@@ -75,7 +75,7 @@ class Explorer:
         return view.state, view.version, newest, step, view.spare, view.claimed, order.get(view.group, -1)
 
     def key(self) -> Key:
-        """The state without the names."""
+        """Return the state without its names."""
         machine = self.scene.machine
         orders = {key: row[7] for key, row in machine.rows().items() if key < 1 << 61 and row[7]}
         ranks = {
@@ -127,7 +127,7 @@ class Explorer:
             yield "claim", view.group, self.scene.machine.next_step
 
     def state(self, group: int) -> State:
-        """A group that was never leased counts as released."""
+        """Return the state of a group; a group that was never leased counts as released."""
         if self.scene.machine.retired(GroupId(group)):
             return State.DROPPED
         view = self.scene.machine.group(GroupId(group))
@@ -161,7 +161,7 @@ class Explorer:
         assert not any(isinstance(effect, Rejected) for effect in effects), (act, effects)
 
     def judge(self) -> None:
-        """What must hold in every state; the invariants were checked when it was made."""
+        """Check the conditions of every state; the invariants were already checked when the state was made."""
         machine = self.scene.machine
         views = self.views()
         claimed = any(view.claimed for view in views)

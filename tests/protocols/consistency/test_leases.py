@@ -1,4 +1,4 @@
-"""Leases: expiry by holder, renewal, migration, and what a late worker is told."""
+"""Leases expire by holder, are renewed and migrate, and a late worker gets a code that names its situation."""
 
 from dataclasses import replace
 
@@ -101,7 +101,7 @@ def test_migration_is_one_transaction_at_the_same_version_under_a_new_lease() ->
 
 
 def test_what_was_written_before_a_migration_is_pushed_by_the_new_lease_alone() -> None:
-    """Version 0 wrote three tokens at a, version 1 goes on at b: the group is of version 0 wherever it is."""
+    """Version 0 wrote three tokens at a, version 1 continues at b: the group is of version 0 at both."""
     scene = Scene(max_staleness=1, batch_size=1)
     scene.reserve(0, 1, worker="a")
     before = scene.push_event(0, (0, 3))

@@ -1,4 +1,4 @@
-"""Random histories: the machine admits, batches and waits exactly as the naive buffers of the paper do."""
+"""In random histories the machine admits, batches and waits exactly as the naive buffers of the paper do."""
 
 import os
 
@@ -17,7 +17,7 @@ INDEX = st.integers(0, 1 << 16)
 
 
 class SameAsTheBuffers(RuleBasedStateMachine):
-    """Every rule does one thing to both and compares what was granted and sealed."""
+    """Every rule applies one action to both and compares grants and seals."""
 
     scene: Scene
     naive: Naive
@@ -142,7 +142,7 @@ class SameAsTheBuffers(RuleBasedStateMachine):
 
     @invariant()
     def pins_are_what_keeps_the_step(self) -> None:
-        """Once those that pin are gone, the step has a batch; with one of them left, it has none."""
+        """The step has a batch once all groups that pin it are gone, and none while one of them remains."""
         machine, naive = self.scene.machine, self.naive
         pins = machine.pins()
         if naive.step <= naive.version + 1 and pins:

@@ -1,4 +1,4 @@
-"""What happens to groups that pin the step the trainer waits for."""
+"""A group that pins the awaited step is handled as ``on_overdue`` configures: wait, truncate, retry or drop."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.protocols.consistency.scenes import Scene, seals
 
 
 def stalled(on_overdue: OnOverdue) -> Scene:
-    """Step 1 cannot go on: group 1 of version 0 is the straggler, 2 and 3 of version 1 are done but for the last."""
+    """Step 1 is blocked: group 1 of version 0 is the straggler; of 2 and 3 of version 1, only 3 is unfinished."""
     scene = Scene(max_staleness=1, batch_size=2, on_overdue=on_overdue)
     scene.reserve(0, 1, 5)
     scene.finish(0, 5)

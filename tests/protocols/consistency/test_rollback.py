@@ -1,4 +1,4 @@
-"""Trainers that come back, from the newest version or an older one, and payload that turns out corrupt."""
+"""Trainers resume from the newest version or an older one, and a batch with a corrupt payload is taken back."""
 
 import pytest
 
@@ -23,7 +23,7 @@ from tests.protocols.consistency.scenes import Scene, code, groups, seals
 
 
 def trained(steps: int, max_staleness: int = 2, batch_size: int = 2, bound: Bound = Bound.TRAJECTORY) -> Scene:
-    """Each step trained on the two groups 10 k and 10 k + 1, written by version k."""
+    """Return a ledger in which each step k trained groups 10 k and 10 k + 1, written by version k."""
     scene = Scene(max_staleness=max_staleness, batch_size=batch_size, bound=bound)
     for step in range(steps):
         ids = range(10 * step, 10 * step + batch_size)

@@ -1,4 +1,4 @@
-"""The paper's running example and the sentences of docs/consistency.md that are about admission, batches and pins."""
+"""The machine follows the paper's running example and docs/consistency.md on admission, batches and pins."""
 
 import pytest
 
@@ -21,7 +21,7 @@ from tests.protocols.consistency.scenes import Scene, code, seals
 
 
 def running_example() -> Scene:
-    """max_staleness 1, batches of two; step 0 is trained, version 1 is out and four groups of version 1 are leased."""
+    """max_staleness 1, batches of two; step 0 is trained, version 1 is out, four groups of version 1 are leased."""
     scene = Scene(max_staleness=1, batch_size=2)
     scene.reserve(0, 1)
     scene.finish(0, 1)

@@ -1,4 +1,4 @@
-"""What is stored: a restart keeps everything, and ids are remembered without keeping them."""
+"""A restart restores the whole ledger, and retired ids are recognized without being stored one by one."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from tests.protocols.consistency.scenes import Scene
 
 
 def busy() -> Scene:
-    """Something in every state."""
+    """Return a ledger with a group in every state."""
     scene = Scene(max_staleness=3, batch_size=2, max_spares=1)
     scene.reserve(0, 1, 2, 3, 4, 5, 6, 7, 8)
     scene.finish(0, 1)

@@ -1,4 +1,4 @@
-"""Redundancy: groups beyond those that are counted."""
+"""Spares are groups beyond the counted ones; a finished spare takes a free place or that of a leased group."""
 
 from staleflow.protocols.consistency.effects import Dropped, DropWhy, Promoted, Released, ReleaseWhy, Reserved
 from staleflow.protocols.consistency.groups import State

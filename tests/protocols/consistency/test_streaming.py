@@ -1,4 +1,4 @@
-"""Claims: a streaming trainer fixes members of a batch before it is sealed."""
+"""Claims of a streaming trainer fix members of a batch before the batch is sealed."""
 
 from staleflow.protocols.consistency.effects import Claimed, Code
 from staleflow.protocols.consistency.events import Claim

@@ -1,4 +1,4 @@
-"""How many groups are started, and what just_in_time learns from waits."""
+"""Admission limits the groups that are started, and just_in_time adapts its lead to the trainer's waits."""
 
 import msgspec
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ STARVED = Step(seconds=25.0, pinned_s=0.0, starved_s=5.0, under_way=0.8)
 
 
 def after(*steps: Step, margin: float = 0.0) -> list[float]:
-    """The lead after each of these steps, when the bound admits three batches."""
+    """Return the lead after each of these steps, when the bound admits three batches."""
     pace, leads = Pace(lead=3.0, margin=margin), list[float]()
     for step in steps:
         pace = paced(pace, step, 3.0)
@@ -58,7 +58,7 @@ def test_spares_do_not_count_as_groups_that_are_there() -> None:
 
 
 def test_room_that_engines_could_not_take_at_once_is_not_left_to_gather() -> None:
-    """Two places at the one, four at the other, which has slots for fewer groups than it may hold."""
+    """a has two places; b has four, but slots for fewer groups than it may hold."""
     seen = snapshot(
         instance("a", held=2), instance("b", capacity=9, slots=8), group_size=2, groups=30, leased=9, sealed=4, room=13
     )

@@ -1,4 +1,4 @@
-"""The order of a block of prompts by expected length."""
+"""A block of prompts is ordered by expected length."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Routing by the cost model."""
+"""The cost model routes groups to the instance where they add the most throughput."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_a_full_cache_makes_an_engine_slow_and_is_not_overfilled() -> None:
 
 
 def test_a_group_waits_where_it_would_add_too_little() -> None:
-    """The eleventh sample adds nothing: steps become longer by as much as there are more tokens in each."""
+    """The eleventh sample adds nothing: steps become longer in proportion to the tokens in each."""
     seen = snapshot(instance("a", running=8, held=8, capacity=100, cost=FLAT), groups=9)
     assert cost_model(seen, 0.5) == [start("a", 0, 1)]
     assert len(cost_model(seen, 0.0)[0].groups) == 9

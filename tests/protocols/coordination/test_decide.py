@@ -1,4 +1,4 @@
-"""One cycle: what all strategies together order."""
+"""One coordination cycle gives valid orders under any combination of strategies."""
 
 from typing import Any, get_args
 
@@ -18,7 +18,7 @@ from tests.protocols.coordination.views import behind, check_orders, instance, l
 
 
 def chosen(**strategies: Any) -> Strategies:
-    """The plainest of everything, but for what is named."""
+    """Return the simplest choice of every strategy, except for the named ones."""
     plain: dict[str, Any] = {
         "routing": "least_loaded", "min_gain": 0.0, "sync": "greedy", "sync_threshold": 8,
         "migration": "none", "migration_gap": 2.0, "admission": "fill",

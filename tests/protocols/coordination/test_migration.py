@@ -1,4 +1,4 @@
-"""Which groups go on elsewhere."""
+"""Migration moves the right groups to the right instances, and no others."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ COST = Cost(k1=0.0, k2=0.01, k3=0.001, k4=0.0)
 
 
 def instance(name: str, **known: Any) -> Instance:
-    """One with 8 slots that may hold 4 groups of 4; whatever else is known of it."""
+    """Instance with 8 slots that may hold 4 groups of 4 samples; ``known`` overrides its fields."""
     fixed: dict[str, Any] = {
         "lineage": Lineage(0), "version": Version(3), "usable": True, "behind": False, "pulling": False,
         "held": 0, "capacity": 4, "slots": 8,
@@ -35,7 +35,7 @@ def instance(name: str, **known: Any) -> Instance:
 
 
 def flight(group: int, worker: str, *, age_ms: int = 60_000, **known: Any) -> Flight:
-    """Under the lease 100 + its number; whatever else is known of it."""
+    """Flight of a group under the lease 100 + its number; ``known`` overrides its fields."""
     return Flight(
         group=GroupId(group),
         lease=LeaseId(100 + group),
@@ -64,7 +64,7 @@ def snapshot(*instances: Instance, flights: tuple[Flight, ...], pinning: tuple[F
 
 
 def moves(seen: Snapshot, migration: Migration = "idle", gap: float = 2.0, given: tuple[str, ...] = ()) -> list[Any]:
-    """Groups and where they go."""
+    """Return the moved groups with their targets."""
     orders = move(seen, migration, gap, {WorkerId(name) for name in given})
     of = {flight.group: flight for flight in seen.flights}
     assert all((order.lease, order.worker) == (of[order.group].lease, of[order.group].worker) for order in orders)
@@ -127,18 +127,18 @@ def test_a_group_that_moved_or_began_a_moment_ago_stays_and_so_does_a_spare() ->
 
 
 def test_a_group_that_has_nearly_ended_stays() -> None:
-    """A hundred steps a second, each a token of every sample that runs."""
+    """At a hundred steps a second, each step writes one token of every running sample."""
     crowd = instance("a", held=3, running=8, waiting=8, cost=COST)
     assert pace(crowd) == 100.0
     ending, early = flight(1, "a", age_ms=10_000, length=1100.0), flight(2, "a", age_ms=10_000, length=1300.0)
-    late = flight(0, "a", age_ms=10_000, length=900.0)  # past all expectation: nobody knows
+    late = flight(0, "a", age_ms=10_000, length=900.0)  # past every expectation: the remainder is unknown
     assert [expected_s(each, 100.0) for each in (ending, early, late)] == [1.0, 3.0, 0.0]
     assert 1.0 < MIN_LEFT_S < 3.0
     assert moves(snapshot(crowd, instance("b"), flights=(late, ending, early))) == [(2, "b"), (0, "b")]
 
 
 def test_what_was_written_before_a_move_is_not_to_be_written_again() -> None:
-    """A hundred steps a second: 2,000 tokens before the last move, 1,000 since."""
+    """At a hundred steps a second: 2,000 tokens before the last move, 1,000 since."""
     crowd = instance("a", held=3, running=8, waiting=8, cost=COST)
     ending, early = (flight(n, "a", age_ms=10_000, length=n, written=2000.0) for n in (3100, 3300))
     assert [expected_s(each, 100.0) for each in (ending, early)] == [1.0, 3.0]
@@ -160,7 +160,7 @@ def test_few_groups_move_at_once() -> None:
 
 
 def test_no_more_go_than_wait_those_that_are_told_to_already_counted() -> None:
-    """Two groups wait; one of the four is on its way and no flight any more."""
+    """Two groups wait; one of the four is already moving and no longer a flight."""
     assert moves(snapshot(CROWD, instance("b"), flights=FOUR[:3])) == [(2, "b")]
     assert moves(snapshot(CROWD, instance("b"), flights=FOUR[:2])) == []
 
@@ -187,7 +187,7 @@ def test_what_is_about_to_begin_does_not_wait_for_a_slot_and_what_finds_the_cach
     ],
 )
 def test_nothing_goes_to_wait_elsewhere(known: dict[str, Any]) -> None:
-    """What moves brings some thousand tokens for each of its four samples."""
+    """A moved group brings some thousand tokens for each of its four samples."""
     crowd = replace(CROWD, kv_tokens=8_000)
     target = instance("b", **{"held": 1, "slots": 100, "capacity": 9, "kv_capacity": 100_000} | known)
     free = replace(target, waiting=0, coming=0, slots=100, kv_used=0.5, kv_capacity=13_000)
@@ -205,7 +205,7 @@ def test_the_cache_must_hold_a_group_at_its_end_unless_the_instance_is_idle() ->
 
 
 def test_samples_that_wait_for_others_of_their_own_group_stay() -> None:
-    """It would be the same where it goes, and there too it would be told to go."""
+    """The samples would wait at the target too, and the target would be ordered to move the group as well."""
     wide = instance("a", held=1, running=2, waiting=2, slots=0, kv_used=0.97)
     assert moves(snapshot(wide, instance("b", slots=0), flights=FOUR[:1])) == []
     assert moves(snapshot(replace(wide, held=2), instance("b", slots=0), flights=FOUR[:2])) == [(1, "b")]
@@ -274,7 +274,7 @@ def test_a_throughput_gap_moves_the_longest_remainder_to_where_it_is_written_so_
 
 
 def test_what_moves_takes_its_tokens_along() -> None:
-    """A thousand tokens a sample: where four are, four more make a step as slow as the eight here do."""
+    """With a thousand tokens per sample, four more samples at b make its step as slow as the eight at a."""
     cost = Cost(k1=1e-5, k2=0.01, k3=0.0, k4=0.0)
     a = instance("a", held=2, running=8, kv_tokens=8000, cost=cost)
     b = instance("b", held=1, slots=16, running=4, kv_tokens=4000, cost=cost)

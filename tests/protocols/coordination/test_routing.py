@@ -1,4 +1,4 @@
-"""Which instance gets the next groups."""
+"""Routing starts the next groups on the instance that its strategy prefers, within room and capacity."""
 
 from typing import get_args
 
@@ -28,7 +28,7 @@ def test_orders_keep_to_room_places_weights_and_the_order_of_the_next_groups(
 @settings(deadline=None)
 @given(seen=snapshots(), routing=st.sampled_from(ALL))
 def test_a_place_a_group_and_room_are_never_left_together(seen: Snapshot, routing: Routing) -> None:
-    """When all instances have the newest weights, and nothing is held back."""
+    """The rule holds when all instances have the newest weights and no group is held back."""
     seen = snapshot(
         *(instance(i.worker, held=i.held, capacity=i.capacity, cost=i.cost) for i in seen.instances),
         room=seen.room[Version(3)],
@@ -52,7 +52,7 @@ def test_an_instance_with_abandoned_weights_or_without_any_starts_nothing(routin
 
 @pytest.mark.parametrize("routing", ALL)
 def test_an_instance_that_loads_keeps_its_share_of_what_is_next(routing: Routing) -> None:
-    """Otherwise whoever is ready first gets every group that a new version lets in."""
+    """Without this rule, the first ready instance would get every group that a new version admits."""
     seen = snapshot(instance("a"), behind("b", pulling=True), room=4)
     assert route(seen, routing, 0.0) == [start("a", 0, 1)]
     assert route(snapshot(instance("a"), behind("b"), room=4), routing, 0.0) == [start("a", 0, 1, 2, 3)]

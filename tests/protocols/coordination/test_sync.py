@@ -1,4 +1,4 @@
-"""When an instance loads newer weights."""
+"""An instance loads newer weights exactly when its sync strategy allows."""
 
 from typing import get_args
 

@@ -1,4 +1,4 @@
-"""Snapshots from a few words, and what every order must keep to."""
+"""Builders of snapshots, and the conditions that every order must satisfy."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,11 +9,11 @@ from staleflow.protocols.consistency.ids import GroupId, Lineage, Version, Worke
 from staleflow.protocols.coordination.view import Cost, Instance, Load, Next, Order, Snapshot, Start
 
 FLAT = Cost(k1=0.0, k2=0.01, k3=0.001, k4=0.0)
-"""100 steps a second up to ten samples, then ever slower: 1,000 tokens a second and no more."""
+"""100 steps a second up to ten samples, then ever slower: 1,000 tokens a second at most."""
 
 
 def instance(name: str, **known: Any) -> Instance:
-    """One that holds nothing and has the newest weights of ``snapshot``, and whatever else is known of it."""
+    """Instance that holds nothing and has the newest weights of ``snapshot``; ``known`` overrides its fields."""
     fixed: dict[str, Any] = {
         "lineage": Lineage(0), "version": Version(3), "usable": True, "behind": False, "pulling": False,
         "held": 0, "capacity": 4,
@@ -22,14 +22,14 @@ def instance(name: str, **known: Any) -> Instance:
 
 
 def behind(name: str, **known: Any) -> Instance:
-    """One with version 2, which is to be told to load version 3."""
+    """Instance with version 2, due to load version 3."""
     return instance(name, **{"version": Version(2), "behind": True} | known)
 
 
 def snapshot(
     *instances: Instance, room: int = 100, older: int | None = None, groups: int = 100, **known: Any
 ) -> Snapshot:
-    """Version 3 is the newest; older versions have as much room, or ``older``; groups 0, 1, ... are next."""
+    """Version 3 is the newest; older versions have the same room, or ``older``; groups 0, 1, ... are next."""
     fixed: dict[str, Any] = {
         "room": {Version(version): room if older is None or version == 3 else older for version in range(4)},
         "next": tuple(Next(group=GroupId(group)) for group in range(groups)),
@@ -39,7 +39,7 @@ def snapshot(
 
 
 def lengths(*expected: float) -> tuple[Next, ...]:
-    """Groups 0, 1, ... with these expected lengths."""
+    """Return groups 0, 1, ... with these expected lengths."""
     return tuple(Next(group=GroupId(group), length=length) for group, length in enumerate(expected))
 
 
@@ -62,7 +62,7 @@ COSTS = st.builds(
 
 @st.composite
 def instances_of(draw: st.DrawFn) -> Instance:
-    """Any instance that a scheduler could have heard of; version 3 is the newest."""
+    """Draw any instance that a scheduler could know; version 3 is the newest."""
     version = draw(st.sampled_from([-1, 1, 2, 3, 3, 3]))
     held = draw(st.integers(0, 6))
     return Instance(
@@ -87,7 +87,7 @@ def instances_of(draw: st.DrawFn) -> Instance:
 
 @st.composite
 def snapshots(draw: st.DrawFn) -> Snapshot:
-    """Any that a scheduler could take: room never falls from a version to a newer one."""
+    """Draw any snapshot that a scheduler could take: room never falls from a version to a newer one."""
     instances = draw(st.lists(instances_of(), max_size=8, unique_by=lambda i: i.worker))
     rooms = sorted(draw(st.lists(st.integers(0, 12), min_size=4, max_size=4)))
     homes = st.none() | st.sampled_from([WorkerId(f"w{n}") for n in range(31)])
@@ -113,8 +113,11 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
 
 
 def check_orders(seen: Snapshot, orders: Iterable[Order]) -> None:
-    """No instance that is not there, none more than it can hold, none with weights that it lacks; a prefix of the next
-    groups, each once; and at no version more than it has room for."""
+    """Check that the orders are valid for the snapshot.
+
+    They name known instances only, give none more than it can hold or weights that it lacks, and start a prefix of the
+    next groups, each once. No version gets more groups than it has room for.
+    """
     known = {i.worker: i for i in seen.instances}
     started: list[GroupId] = []
     for order in orders:

@@ -1,4 +1,4 @@
-"""Any bytes give either a message or a ProtocolError, never anything else."""
+"""Any bytes decode to a message or raise a ProtocolError, never anything else."""
 
 import types
 from contextlib import suppress
@@ -35,7 +35,7 @@ PLAIN: dict[Any, SearchStrategy[Any]] = {
 
 
 def values(hint: Any) -> SearchStrategy[Any]:
-    """Values of the types that messages are made of."""
+    """Draw values of the types that messages are made of."""
     if hint in PLAIN:
         return PLAIN[hint]
     if isinstance(hint, NewType):

@@ -1,4 +1,4 @@
-"""What stages made of many groups comes back as it was, group by group, or is refused by name."""
+"""Columns that stages made of many groups are restored group by group, or rejected with the name of the fault."""
 
 import numpy as np
 import pytest

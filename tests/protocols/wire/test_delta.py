@@ -1,4 +1,4 @@
-"""Deltas between versions: bit by bit, never larger than what they stand for, and nothing from damaged ones."""
+"""Deltas restore versions bit by bit, are never larger than the version itself, and are rejected when damaged."""
 
 import hashlib
 import struct
@@ -16,12 +16,12 @@ from staleflow.protocols.wire.manifest import NBYTES, lay_out
 from staleflow.protocols.wire.messages import Manifest
 
 KIND = 8
-"""The byte of a delta that says what it is."""
+"""Offset of the byte of a delta that gives its kind."""
 
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
-    """Old and new bytes of one width: equal, changed here and there, a little everywhere, or unlike each other."""
+    """Draw old and new bytes of one width: equal, changed in places, slightly changed everywhere, or unrelated."""
     width = draw(st.sampled_from(WIDTHS))
     seed, size = draw(st.integers(0, 2**32 - 1)), draw(st.integers(0, 3_000))
     random = np.random.default_rng(seed)
@@ -59,7 +59,7 @@ def test_a_delta_gives_back_the_new_bits_and_is_never_larger_than_they_are(
 @given(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=64), st.booleans())
 def test_any_bits_of_bfloat16_may_become_any_others(bits: list[int], compress: bool) -> None:
     new = np.array(bits, "<u2")
-    for old in (new[::-1].copy(), new ^ np.uint16(0x8000), np.full_like(new, 0x7FC1)):  # -0.0 and NaNs among them
+    for old in (new[::-1].copy(), new ^ np.uint16(0x8000), np.full_like(new, 0x7FC1)):  # including -0.0 and NaNs
         delta = encode(old.tobytes(), new.tobytes(), 2, compress=compress)
         assert applied(delta, old.tobytes()) == new.tobytes()
 

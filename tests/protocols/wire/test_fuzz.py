@@ -1,6 +1,6 @@
-"""A hundred thousand malformed messages: a message or a refusal comes of each, never anything else.
+"""Each of a hundred thousand malformed messages decodes or is rejected, and causes nothing else.
 
-``bench/fuzz.py`` says how they are made; the long run of ten million is in ``bench/results``.
+``bench/fuzz.py`` describes how the messages are made; ``bench/results`` has the long run of ten million.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ async def test_any_bytes_give_a_message_or_a_refusal_and_never_anything_else(tar
     share = round(MESSAGES * SHARES[target])
     report = await fuzz(target, share, SEED, tmp_path / "run")
     assert report.messages == share
-    assert share * 0.2 < report.outcomes[UNREADABLE] < share * 0.8  # both sides of the sentence were there
+    assert share * 0.2 < report.outcomes[UNREADABLE] < share * 0.8  # messages were both readable and unreadable
     refused = {outcome for outcome in report.outcomes if any(f" {code}" in outcome for code in Code)}
     assert (len(refused) > 5) is (target != "codec")
 

@@ -1,4 +1,4 @@
-"""Manifests: laid out in one way only, and nothing else is believed."""
+"""A manifest has exactly one valid layout, and every other one is rejected."""
 
 import msgspec
 import pytest

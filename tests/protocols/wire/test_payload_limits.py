@@ -1,4 +1,4 @@
-"""One group against the limits of a run: ids of the model's vocabulary, lengths, and columns that a push may have."""
+"""One group is checked against the limits of a run: token ids of the model, lengths, and allowed columns."""
 
 import re
 
@@ -13,7 +13,7 @@ from staleflow.protocols.wire.trajectory import GroupPayload
 
 
 def group(*, prompt: int = 3, tokens: int = 4, highest: int = 9, read: int = 0, column: str = "") -> GroupPayload:
-    """Two samples of ``tokens``, the first ``read`` of each an environment's."""
+    """Two samples of ``tokens`` tokens, the first ``read`` of each written by the environment."""
     written = np.tile(np.arange(tokens) >= read, 2).astype(np.uint8)
     return GroupPayload(
         prompt_ids=np.zeros(prompt, np.int32),

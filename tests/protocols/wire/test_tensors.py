@@ -1,4 +1,4 @@
-"""Arrays travel as they are, and nothing is believed of a frame before its size was checked."""
+"""Arrays arrive unchanged, and no field of a frame is used before its size was checked."""
 
 import hashlib
 from contextlib import suppress
@@ -20,7 +20,7 @@ NAMED = st.dictionaries(st.text(max_size=8), ARRAYS, max_size=5)
 
 
 def same(left: dict[str, Array], right: dict[str, Array]) -> bool:
-    """Equal names, types, shapes and bits (NaN included)."""
+    """Return True if names, types, shapes and bits are equal (NaN included)."""
     return left.keys() == right.keys() and all(
         left[name].dtype == right[name].dtype
         and left[name].shape == right[name].shape

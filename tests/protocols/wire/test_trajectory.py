@@ -1,4 +1,4 @@
-"""A payload is a group, or it is refused with the name of what is wrong."""
+"""A payload decodes to a group, or is rejected with the name of the fault."""
 
 from collections import Counter
 from typing import Any
@@ -41,7 +41,7 @@ def test_segments_are_summed_over_samples() -> None:
     payload = GroupPayload.from_arrays(columns())
     assert payload.segment_summary() == [
         Segment(Lineage(0), Version(4), 1),
-        Segment(Lineage(0), Version(5), 3),  # the token that the policy did not write is no part of it
+        Segment(Lineage(0), Version(5), 3),  # without the token that the policy did not write
     ]
     assert payload.sampled_lengths() == [2, 2]
     assert payload.token_versions().tolist() == [4, 5, 5, 5, 5]

@@ -1,4 +1,4 @@
-"""A run whose relays and readers are on other hosts."""
+"""A run whose relays and readers appear to be on other hosts."""
 
 from collections.abc import AsyncIterator, Callable
 
@@ -14,13 +14,13 @@ from tests.servers.running import Run
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """The parameter server is here, relays are on another host, readers on a third, unless a test moves them."""
+    """Put the parameter server on this host, relays on a second and readers on a third, unless a test moves them."""
     monkeypatch.setattr(weights, "CHUNK_BYTES", 50_000)
     monkeypatch.setattr(weights, "SPAN_BYTES", 50_000)
     monkeypatch.setattr(weights, "PING_TIMEOUT_S", 0.5)
     monkeypatch.setattr(relay, "JOIN_INTERVAL_S", 0.05)
     monkeypatch.setattr(relay, "boot_id", lambda: RELAY_HOST)
-    monkeypatch.setattr(tree, "is_loopback", str.isspace)  # no: relays are reached from everywhere
+    monkeypatch.setattr(tree, "is_loopback", str.isspace)  # always False: relays are reachable from everywhere
     monkeypatch.setattr(tree, "ROOT_READERS", 0)
 
     def readers_on(host: str) -> None:

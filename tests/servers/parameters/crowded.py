@@ -1,4 +1,4 @@
-"""A folder of versions on a small disk."""
+"""A folder of versions on a simulated small disk."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ import pytest
 
 
 def holds(patched: pytest.MonkeyPatch, folder: Path, nbytes: int) -> None:
-    """No more than so many bytes fit into the folder."""
+    """Limit the total size of the folder's files to ``nbytes``."""
     allocate = os.posix_fallocate
 
     def full(descriptor: int, offset: int, length: int) -> None:
@@ -22,5 +22,5 @@ def holds(patched: pytest.MonkeyPatch, folder: Path, nbytes: int) -> None:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:  # a thread removes what was put aside
+    except FileNotFoundError:  # a thread removes discarded files concurrently
         return 0

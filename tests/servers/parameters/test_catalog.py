@@ -1,4 +1,4 @@
-"""Who deletes versions at the same time, and what comes while they ask what is in use."""
+"""Concurrent deletions of versions stay correct while requests for the versions in use are pending."""
 
 import asyncio
 import errno
@@ -23,12 +23,12 @@ KEY = VersionKey(Lineage(0), Version(0))
 
 
 class Scheduler:
-    """Registers at once; what is in use it says when the test does."""
+    """Scheduler that registers at once and reports the versions in use when the test lets it."""
 
     def __init__(self) -> None:
         self.asked: list[asyncio.Future[RetainedVersions]] = []
         self.fences = False
-        """It registers nothing more."""
+        """If True, registers nothing more."""
 
     async def ask(self, body: object, *_: object, **__: object) -> object:
         if not isinstance(body, GetRetainedVersions):
@@ -59,7 +59,7 @@ class Store:
         self.catalog = Catalog(self._versions, scheduler, keep_versions=keep_versions, budget_bytes=budget)
 
     async def begun(self) -> "Store":
-        """A new one, whose folder is empty."""
+        """Return a new store with an empty folder."""
         recovering = self.recover()
         await asyncio.sleep(0)
         self.scheduler.answer(0)

@@ -1,4 +1,4 @@
-"""Relays and readers that mean harm, or are merely broken: others have their bytes all the same."""
+"""Hostile or broken relays and readers do not keep other readers from their bytes."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("hosts")
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attached, "SHUTDOWN_TIMEOUT_S", 0.1)  # what never ends is not waited for
+    monkeypatch.setattr(attached, "SHUTDOWN_TIMEOUT_S", 0.1)  # do not wait for calls that never end
 
 
 def key(version: int) -> VersionKey:
@@ -178,7 +178,7 @@ async def test_a_relay_that_is_flooded_with_questions_about_nothing_stays(
     same((await asyncio.wait_for(pulled(grown.reader()), 20))[0])
     await refused
     joined.clear()
-    await asyncio.wait_for(joined.wait(), 20)  # it still says that it is there
+    await asyncio.wait_for(joined.wait(), 20)  # it still reports that it is alive
 
 
 # Readers -------------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_one_worker_pins_a_few_versions_at_once_and_the_oldest_goes_first() -> N
         *range(10_000 - MAX_OF_ONE, 10_000)
     ]
     assert pins.in_use(key(3))
-    pins.add("greedy", key(10_000 - MAX_OF_ONE))  # asked for again: the one before it is the oldest now
+    pins.add("greedy", key(10_000 - MAX_OF_ONE))  # requested again: the pin before it is now the oldest
     pins.add("greedy", key(20_000))
     assert pins.of(key(10_000 - MAX_OF_ONE)) == ["greedy"]
 
@@ -235,7 +235,7 @@ async def test_doubts_without_end_cost_one_look_at_a_time_and_keep_nobody_waitin
     honest = run.client(run.where.parameters, WorkerId("reader.1"))
     await honest.ask(manifest_of(0), ManifestReply)
     await doubts
-    assert 1 <= looks < 20  # one after another, each for all that doubt meanwhile
+    assert 1 <= looks < 20  # one verification at a time, each for all doubts that arrived meanwhile
 
 
 async def test_a_peer_that_asks_for_thousands_of_pieces_keeps_nobody_waiting(

@@ -1,4 +1,4 @@
-"""A parameter server that is killed while a version comes in: the version is whole, or it is not there."""
+"""A version is either whole or absent after a parameter server is killed during its upload."""
 
 import asyncio
 import random
@@ -41,11 +41,11 @@ async def test_a_version_is_whole_or_absent_whenever_the_server_dies(make_run: C
     run.scheduler()
     run.process("parameters")
     trainer = await run.trainer()
-    await versions(run)  # it serves
+    await versions(run)  # the server is running
     publishing = asyncio.create_task(trainer.publish(0, MILLION))
     async with asyncio.timeout(20):
         while not list((run.run_dir / "parameters").glob("upload-*")):  # noqa: ASYNC110
-            await asyncio.sleep(0)  # the first kill is while it comes in, however fast that is
+            await asyncio.sleep(0)  # the first kill happens during the upload, however fast the upload is
     puller = Puller(run.where.parameters, worker=WorkerId("reader.1"))
     seed = 3
     delays = random.Random(seed)
@@ -89,7 +89,7 @@ async def test_a_version_that_was_durable_but_not_registered_is_registered_after
     trainer = await run.trainer()
     await run.client(run.where.parameters, trainer.worker).ask(
         begin(trainer), BeginPublishReply
-    )  # its term has been looked up
+    )  # the server has looked up the trainer's term
     await run.stop("scheduler")
     publishing = asyncio.create_task(trainer.publish(0, MILLION))
     async with asyncio.timeout(20):

@@ -1,4 +1,4 @@
-"""A second server on the same folder is refused before it removes what the first one is writing; a relay waits."""
+"""A second server on the same folder is refused before it removes the first one's uploads; a relay waits instead."""
 
 import errno
 import fcntl
@@ -35,7 +35,7 @@ def relayed(run_dir: Path) -> int:
 def test_a_relay_that_waited_in_vain_leaves_to_be_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Exit code 2 would end the run: nobody made a mistake."""
+    """The exit code is 1, because code 2 would end the run and this is no user error."""
     monkeypatch.setattr(relay_main, "FOLDER_TIMEOUT_S", 0.1)
     folder = relay_main.folder_of(tmp_path, "relay-0")
     with owned(folder):
@@ -56,7 +56,7 @@ def test_a_folder_whose_file_system_has_no_locks_is_refused_as_such(
     why = re.escape("(flock: Function not implemented, errno 38)")
     with pytest.raises(ConfigError, match=why), owned(tmp_path / "parameters"):
         pass
-    assert relayed(tmp_path) == 2  # it waits for nobody
+    assert relayed(tmp_path) == 2  # the relay does not wait
     assert "another relay" not in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""The parameter server: published once, served while somebody needs it, fenced, and never a half version."""
+"""The parameter server publishes a version once, serves it while in use, is fenced, and never serves half a version."""
 
 import asyncio
 import errno
@@ -69,7 +69,7 @@ async def upload(run: Run, trainer: Trainer, ask: BeginPublish, data: bytes = BY
 
 
 def files(run: Run) -> set[str]:
-    """The files of versions and uploads: all but the note of what the folder has reached."""
+    """Files of versions and uploads, without the note of the newest version that the folder has reached."""
     return {path.name for path in (run.run_dir / "parameters").iterdir()} - {run_history.FILE}
 
 
@@ -112,7 +112,7 @@ async def test_what_a_publisher_left_goes_after_a_while_unless_it_may_still_beco
     upload = uploads.add("trainer.1", ask, held.stage(VersionKey(ask.lineage, ask.version), ask.nbytes))
     uploads.leave("trainer.1")
     await uploads.forget_left()
-    assert uploads.find(upload.number) is upload  # it is there again
+    assert uploads.find(upload.number) is upload  # the file exists again
     monkeypatch.setattr(uploads_module, "ABANDONED_TIMEOUT_S", -1.0)
     await uploads.forget_left()
     assert uploads.find(upload.number) is upload
@@ -214,7 +214,7 @@ async def test_a_term_that_has_not_begun_fences_nobody(run: Run, ahead: int) -> 
 
 
 class Counted:
-    """Weights that know how often they were sent."""
+    """Weights that count how often they are sent."""
 
     passes = 0
 

@@ -1,6 +1,6 @@
-"""A publish that is torn anywhere, slow readers and dead ones: nobody ever sees a version that is mixed of two.
+"""No reader sees a mixture of two versions, even if a publish is torn anywhere and readers are slow or die.
 
-Every value of version ``v`` is a function of ``v`` and of its place, so a reader knows what it should have got.
+Every value of version ``v`` is a function of ``v`` and of its position, so a reader can compute the expected values.
 """
 
 import os
@@ -26,13 +26,13 @@ from tests.servers.running import Run, eventually, produced
 
 TEARS = 100
 SIZES = (700, 0, 3, 4_000)
-"""Values of each tensor of a version."""
+"""Number of values in each tensor of a version."""
 PIECE = 5_000
 SEED = 4
 
 
 def weights(version: int) -> dict[str, Array]:
-    """Those of a version, as everybody can tell."""
+    """Weights of a version, computable from its number."""
     return {
         f"layer{number}": np.arange(size, dtype=np.int32) * 7919 + 97 * version + number
         for number, size in enumerate(SIZES)
@@ -40,7 +40,7 @@ def weights(version: int) -> dict[str, Array]:
 
 
 def version_of(arrays: Mapping[str, Array]) -> int:
-    """Which version all of this is; fails when it is of none, or of several."""
+    """Return the version of these arrays; fail if they belong to no version, or to several."""
     version = (int(arrays["layer2"][0]) - 2) // 97
     for name, array in weights(version).items():
         np.testing.assert_array_equal(arrays[name], array)
@@ -66,13 +66,13 @@ def taken_apart(manifest: Manifest, data: bytes) -> dict[str, Array]:
 
 
 def publish(versions: Versions, version: int) -> Stored:
-    """What the server does with the folder, from the first byte to the last rename."""
+    """Make the same changes to the folder as the server does, from the first byte to the last rename."""
     manifest, data = laid_out(version)
     about = About(
         lineage=Lineage(0), version=Version(version), trainer_term=TrainerTerm(1), batch=None, manifest=manifest
     )
     staged = versions.stage(about.key, manifest.nbytes)
-    for entry in manifest.tensors:  # as publishers do: nothing between them
+    for entry in manifest.tensors:  # as publishers do: without padding between tensors
         end = entry.offset + entry.nbytes
         for start in range(entry.offset, end, PIECE):
             versions.write(staged, start, data[start : min(start + PIECE, end)])
@@ -82,11 +82,11 @@ def publish(versions: Versions, version: int) -> Stored:
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """Simulates the death of the process."""
 
 
 class Tear:
-    """Ends the process at the ``at``-th change of the folder, which is done, half done, or not done."""
+    """End the process at the ``at``-th change of the folder, with the change complete, half complete or not started."""
 
     def __init__(self, patched: pytest.MonkeyPatch, at: int, random: Random) -> None:
         self.changes, self._at, self._random = 0, at, random
@@ -125,14 +125,14 @@ class Tear:
 
 
 def found(folder: Path) -> dict[int, int]:
-    """What a server that starts on the folder has: number of the version, and which one its bytes are."""
+    """Map each version that a restarted server finds in the folder to the version that its bytes belong to."""
     versions = Versions(folder, durability="process")
     seen: dict[int, int] = {}
     for key, stored in versions.stored.items():
         versions.verify(stored)
         data = versions.read(stored, 0, stored.about.manifest.nbytes)
         seen[key.version] = version_of(taken_apart(stored.about.manifest, data))
-    assert {path.suffix for path in folder.iterdir()} <= {".bin", ".json"}  # nothing half is left behind
+    assert {path.suffix for path in folder.iterdir()} <= {".bin", ".json"}  # no partial file remains
     return seen
 
 
@@ -158,7 +158,7 @@ def test_a_publish_torn_anywhere_is_whole_or_not_there(tmp_path: Path) -> None:
         seen = found(folder)
         assert seen in ({1: 1}, {1: 1, 2: 2}), f"seed {SEED}, tear {number} at change {at}"
         outcomes["whole" if 2 in seen else "not there"] += 1
-        publish(Versions(folder, durability="process"), 2)  # the trainer tries again
+        publish(Versions(folder, durability="process"), 2)  # the trainer retries
         assert found(folder) == {1: 1, 2: 2}
     assert min(outcomes["whole"], outcomes["not there"]) > 2, outcomes
 
@@ -185,7 +185,7 @@ def test_other_bytes_in_place_of_a_corrupt_version_are_whole_or_not_there(tmp_pa
 
 
 def recycling(folder: Path) -> Versions:
-    """Version 1, and a spare file that was version 0."""
+    """Return a folder with version 1 and a spare file that was version 0."""
     versions = Versions(folder, durability="process")
     publish(versions, 0)
     publish(versions, 1)
@@ -200,7 +200,7 @@ def recycling(folder: Path) -> Versions:
 def test_of_two_versions_that_begin_at_once_one_gets_the_spare_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both see it before either takes it."""
+    """Both uploads see the spare file before either takes it."""
     versions, both, chmod = recycling(tmp_path), Barrier(2), Path.chmod
 
     def together(path: Path, mode: int) -> None:
@@ -220,7 +220,7 @@ def test_of_two_versions_that_begin_at_once_one_gets_the_spare_file(
 
 
 def test_a_spare_file_with_holes_gets_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In memory, where it is not looked for again in a file that has it."""
+    """Simulates a memory file system, where the server allocates no space again for a file that has it."""
 
     def memory(_: int) -> str:
         return "tmpfs"
@@ -242,7 +242,7 @@ def test_a_version_written_over_an_old_one_is_whole_or_not_there_wherever_it_is_
         publish(versions, 2)
     assert (tmp_path / "whole" / "0-2.bin").stat().st_ino == spare
     fresh = publish(Versions(tmp_path / "fresh", durability="process"), 2)
-    assert (tmp_path / "whole" / "0-2.bin").read_bytes() == fresh.path.read_bytes()  # zeros between tensors too
+    assert (tmp_path / "whole" / "0-2.bin").read_bytes() == fresh.path.read_bytes()  # zeros between tensors as well
     random = Random(SEED)
     for at in range(1, whole.changes + 1):
         folder = tmp_path / str(at)
@@ -313,7 +313,7 @@ async def test_a_dead_readers_version_is_deleted_and_never_served_to_anybody_as_
         return 1 not in [version["version"] for version in listed]
 
     assert await eventually(deleted)
-    assert version_of(mapped.arrays()) == 1  # what it had mapped stays what it was
+    assert version_of(mapped.arrays()) == 1  # the mapped bytes have not changed
     late = Puller(run.where.parameters, worker=WorkerId("late.1"))
     with pytest.raises(Refused, match="version 1 of lineage 0 is not here"):
         await late.pull(Lineage(0), Version(1))

@@ -1,4 +1,4 @@
-"""Who reads from whom: relays in a flat tree without loops, readers at the nearest, and nothing moves without need."""
+"""Relays form a flat tree without loops, readers use the nearest source, and no source changes without need."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from staleflow.servers.parameters.tree import FANOUT, ROOT, ROOT_READERS, Tree
 
 
 def tree(*relays: tuple[str, str]) -> Tree:
-    """Relays by name and host, in that order, each reachable from everywhere."""
+    """Return a tree of these relays, given as (name, host) in order, each reachable from everywhere."""
     grown = Tree()
     for name, host in relays:
         grown.join(name, f"tcp://10.0.0.1:{len(grown.relays) + 1}", host)
@@ -15,7 +15,7 @@ def tree(*relays: tuple[str, str]) -> Tree:
 
 
 def depth(grown: Tree, name: str) -> int:
-    """Raises ``RecursionError`` for a loop."""
+    """Depth of a relay; raises ``RecursionError`` for a loop."""
     return 0 if name == ROOT else 1 + depth(grown, grown.relays[name].parent)
 
 
@@ -38,7 +38,7 @@ def test_a_reader_gets_the_relay_of_its_host_else_the_root_else_who_has_the_fewe
     grown = tree(*((f"r{n}", f"h{n}") for n in range(FANOUT)))
     for n in range(ROOT_READERS + 1):
         assert grown.sources(f"near-{n}", "h1") == ["tcp://10.0.0.1:2"]
-    for n in range(ROOT_READERS):  # though the root has its relays, and r0 nobody
+    for n in range(ROOT_READERS):  # although the root has its relays, and r0 has no reader
         assert grown.sources(f"far-{n}", "elsewhere") == []
     grown.leave("r2")
     grown.leave("r3")
@@ -46,7 +46,7 @@ def test_a_reader_gets_the_relay_of_its_host_else_the_root_else_who_has_the_fewe
         assert grown.sources(f"late-{n}", "elsewhere") == ["tcp://10.0.0.1:1"]
     assert grown.sources("later", "elsewhere") == ["tcp://10.0.0.1:2"]
     grown.leave("far-0")
-    assert grown.sources("later", "elsewhere") == ["tcp://10.0.0.1:2"]  # stays
+    assert grown.sources("later", "elsewhere") == ["tcp://10.0.0.1:2"]  # keeps its source
     assert grown.sources("last", "elsewhere") == []
 
 
@@ -75,7 +75,7 @@ def test_a_relay_on_loopback_serves_its_own_host_only() -> None:
     assert grown.sources("far", "h1") == []
     for n in range(1, FANOUT + 1):
         grown.join(f"r{n}", f"tcp://10.0.0.1:{n}", f"h{n}")
-    assert grown.relays[f"r{FANOUT}"].parent == "r1"  # r0 has room, but cannot be reached
+    assert grown.relays[f"r{FANOUT}"].parent == "r1"  # r0 has room, but is unreachable
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.integers(0, 2)), max_size=60))
@@ -86,7 +86,7 @@ def test_whoever_joins_and_leaves_every_relay_reaches_the_root(moves: list[tuple
             grown.join(f"r{number}", f"tcp://10.0.0.1:{number + 1}", f"h{host}")
         else:
             grown.leave(f"r{number}")
-        for name in list(grown.relays):  # each says again that it is there
+        for name in list(grown.relays):  # each relay renews its membership
             relay = grown.relays[name]
             grown.join(name, relay.endpoint, relay.host)
         assert all(depth(grown, name) <= len(grown.relays) for name in grown.relays)

@@ -1,4 +1,4 @@
-"""A scheduler without sockets whose peers have keys: each request goes past the role table, as at an endpoint."""
+"""A scheduler without sockets whose peers have keys; each request passes the role table, as at an endpoint."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +46,7 @@ class _Answers:
 
 
 class Asked:
-    """The scheduler of one run directory; may be stopped and started."""
+    """The scheduler of one run directory; it can be stopped and started."""
 
     def __init__(self, run_dir: Path, **settings: Any) -> None:
         self.run_dir = run_dir
@@ -65,7 +65,7 @@ class Asked:
         self.store.close()
 
     def ask(self, name: str, role: Role, body: Request, *, key: str = "", id: int = 0) -> Reply | None:
-        """The answer; None while it waits. ``key``: the name of the peer's key. ``id``: that of an earlier request."""
+        """Return the reply, None while it waits. ``key``: name of the peer's key. ``id``: id of an earlier request."""
         if (why := denial_reason(role, name, body)) is not None:
             return Refusal(code=Code.DENIED, detail=why)
         self.last_id = self.last_id if id else self.last_id + 1
@@ -77,7 +77,7 @@ class Asked:
         return answers.got[0] if answers.got else None
 
     def waiting(self) -> Callable[[], Reply | None]:
-        """What came of the newest request, None while it waits."""
+        """Return a function that gives the reply to the newest request, None while it waits."""
         answers = self._newest
         return lambda: answers.got[0] if answers.got else None
 
@@ -87,7 +87,7 @@ class Asked:
         return self.ask(worker, key_role, Attach(worker=WorkerId(worker), name=name, role=role, **fields), key=key)
 
     def cast(self, *workers: str) -> None:
-        """Everybody attached, version 0 published, and every worker with at least one lease."""
+        """Attach every role, publish version 0, and lease at least one group to every worker."""
         self.attach("shard.1", "trajectories-0", "trajectories", Role.SERVER, endpoint="ipc:///s", rows=1000)
         self.attach("parameters.1", "parameters", "parameters", Role.SERVER, endpoint="ipc:///p")
         self.attach("trainer.1", "trainer", "trainer", Role.TRAINER)

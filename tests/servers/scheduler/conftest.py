@@ -10,7 +10,7 @@ from tests.servers.scheduler.world import World, config
 
 @pytest.fixture
 def world(short_dir: Path) -> Iterator[World]:
-    """A scheduler that serves: batches of two groups, staleness 1."""
+    """A serving scheduler: batches of two groups, staleness 1."""
     made = World(short_dir / "run", config())
     made.start()
     yield made

@@ -1,6 +1,6 @@
-"""The real service in this process, on a clock that only the test moves; its peers say what the test says.
+"""The real service in this process, on a clock that only the test moves; the test sends every message of its peers.
 
-``later`` answers are delivered at once: whoever asks is told when the drain is over, which is when ``ask`` returns.
+``later`` answers are delivered as soon as the drain is over, so that a caller has its answer when ``ask`` returns.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ class Hands:
 
 
 class Table:
-    """One run: the service, and a shard, a parameter server and a trainer that have joined; version 0 is out."""
+    """One run: the service, with a shard, a parameter server and a trainer that have joined; version 0 is published."""
 
     def __init__(self, run_dir: Path, config: Config, rows: int = 1000) -> None:
         run_dir.mkdir()
@@ -71,7 +71,7 @@ class Table:
         self.clock, self.store = Hands(), MemoryStore(TABLES)
         self.term = TrainerTerm(0)
         self.refused: list[Refusal] = []
-        """What the trainer was told that waits for a batch."""
+        """Refusals sent to the trainer that waits for a batch."""
         self.batches: list[messages.Batch] = []
         self._open()
         self.attach("trajectories-0", "trajectories", endpoint="ipc:///none", rows=rows, prompts_sha="p")
@@ -89,22 +89,22 @@ class Table:
         self.service.peers = lambda: self.endpoint.peers
 
     def restart(self) -> None:
-        """Killed, and started again; everybody attached is still there and heard with its next word."""
+        """Kill and restart the scheduler; every attached peer is still connected, and its next message counts."""
         self.interpreter.trace.close()
         self._open()
 
     def close(self) -> AuditReport:
-        """End the run; what the auditor says."""
+        """End the run; return the auditor's report."""
         self.service.close("test")
         self.interpreter.trace.close()
         report = audit(self.run_dir / "trace.jsonl")
         assert report.violations == []
         return report
 
-    # --- words -------------------------------------------------------------------------------------------------
+    # --- messages ----------------------------------------------------------------------------------------------
 
     def call(self, worker: str, body: Request, on_reply: Callable[[Reply], None]) -> None:
-        """Say something; a drain of its own."""
+        """Send a request, in a drain of its own."""
         self.endpoint.call(worker, body, on_reply)
         self.flush()
 
@@ -113,12 +113,12 @@ class Table:
         self.deliver()
 
     def deliver(self) -> None:
-        """Answers that were given are heard."""
+        """Deliver the answers that were given."""
         while self._answers:
             self._answers.pop(0)()
 
     def ask(self, worker: str, body: Request) -> Reply:
-        """Its answer, which must come at once."""
+        """Send a request; return its answer, which must come at once."""
         found: list[Reply] = []
         self.call(worker, body, found.append)
         (reply,) = found
@@ -137,7 +137,7 @@ class Table:
             self.deliver()
 
     def silent(self, worker: str) -> None:
-        """Nothing was heard of it for three seconds."""
+        """Make a peer appear silent for longer than the three-second limit."""
         self.endpoint.leave(worker)
         self.service.on_gone(worker)
         self.flush()
@@ -166,25 +166,25 @@ class Table:
         assert isinstance(reply, messages.RegisterVersionReply), reply
 
     def train(self) -> None:
-        """Consume the batch that is sealed."""
+        """Consume the sealed batch."""
         step = Step(self.interpreter.machine.version)
         sealed = self.interpreter.machine.sealed_batch(step)
         assert sealed is not None
         self.publish(step + 1, sealed.batch)
 
     def roll_back(self, to: int) -> None:
-        """The trainer joins from an older checkpoint."""
+        """Let the trainer join from an older checkpoint."""
         self.join("trainer", to)
 
     def join(self, trainer: str, version: int) -> None:
-        """A trainer takes over with the weights of a version."""
+        """Let a trainer take over with the weights of a version."""
         join = Join(trainer=WorkerId(trainer), lineage=Lineage(0), version=Version(version))
         joined = self.ask(trainer, join)
         assert isinstance(joined, JoinReply), joined
         self.term = joined.trainer_term
 
     def wait_for_batch(self) -> None:
-        """The trainer waits for the batch of the newest version's step."""
+        """Let the trainer wait for the batch of the newest version's step."""
         ask = GetBatch(trainer_term=self.term, step=Step(self.interpreter.machine.version), wait_ms=60_000)
 
         def on_reply(reply: Reply) -> None:
@@ -204,7 +204,7 @@ class Table:
         return reply.results
 
     def push(self, assign: Assign, worker: str, segments: Sequence[tuple[int, int]] = ()) -> Code | None:
-        """Segments of (version, tokens)."""
+        """Register a push; segments of (version, tokens)."""
         written = [Segment(Lineage(0), Version(version), tokens) for version, tokens in segments]
         op = RegisterPush(
             group=assign.group,
@@ -230,22 +230,22 @@ class Table:
 
 
 class Seat:
-    """A rollout instance at the table; it obeys nothing but ``Pull``, and notes what it is told."""
+    """A rollout instance at the table; it executes only ``Pull``, and records all other commands."""
 
     def __init__(self, table: Table, name: str, capacity: int = 4) -> None:
         self.table, self.name = table, name
         self.held: dict[LeaseId, Assign] = {}
         self.told: list[Command] = []
-        """Everything but assignments and pulls, in order."""
+        """Commands other than assignments and pulls, in order."""
         self.loads = True
-        """It obeys when it is told to load weights."""
+        """True if it executes orders to load weights."""
         self.ack = 0
         self.stats = InstanceStats(slots=2)
         table.attach(name, "rollout", capacity=capacity)
         self.report()
 
     def report(self, **stats: Any) -> None:
-        """Say how it is, until there is nothing more to hear."""
+        """Report its state until no more commands arrive."""
         self.stats = msgspec.structs.replace(self.stats, **stats)
         before = -1
         while before != self.ack:
@@ -277,21 +277,21 @@ class Seat:
                 self.told.append(command)
 
     def holds(self) -> list[int]:
-        """The groups that it works on."""
+        """Return the groups that it works on."""
         return [int(assign.group) for assign in self.held.values()]
 
     def assign(self, group: int) -> Assign:
         return next(assign for assign in self.held.values() if assign.group == group)
 
     def finish(self, group: int) -> None:
-        """Generate, reward: the group is ready."""
+        """Generate and reward a group, so that it is ready."""
         assign = self.assign(group)
         assert self.table.push(assign, self.name) is None
         self.table.occupy(assign)
         del self.held[assign.lease]
 
     def give_up(self, assign: Assign, version: int = 0) -> Code | None:
-        """Say that the shard has what was written of a group; when it moved, it is no longer held."""
+        """Report that the shard has the tokens written so far; a group that moved is no longer held."""
         op = RegisterYield(group=assign.group, lease=assign.lease, lineage=Lineage(0), version=Version(version), sha="")
         code = self.table.operate(op, by=self.name)[0].code
         if code is None:

@@ -1,4 +1,4 @@
-"""What each peer may expect of a scheduler that runs."""
+"""A running scheduler gives each peer the answers and guarantees that the protocol promises."""
 
 import asyncio
 import json
@@ -327,7 +327,7 @@ async def test_no_group_is_started_that_no_step_can_train(short_dir: Path) -> No
         await cast.shard.operate(cast.shard.push(assigns[0], cast.instance.worker))
         await cast.shard.operate(cast.shard.release(assigns[0], ReleaseWhy.FILTERED))
         cast.instance.let_go(assigns[:1])
-        await cast.instance.until_held(2)  # in the place of the filtered one
+        await cast.instance.until_held(2)  # they replace the filtered one
         await cast.instance.report()
         assert len(cast.instance.held) == 2  # the window has room for four
         await cast.finish(2)
@@ -335,7 +335,7 @@ async def test_no_group_is_started_that_no_step_can_train(short_dir: Path) -> No
         await cast.trainer.publish(2, batch.batch)
         await cast.instance.report()
         assert cast.instance.held == {}
-        beyond = asyncio.ensure_future(cast.trainer.next_batch(2))  # it goes on after all
+        beyond = asyncio.ensure_future(cast.trainer.next_batch(2))  # the step can be trained after all
         await cast.finish(2)
         assert (await beyond).step == 2
 
@@ -373,7 +373,7 @@ async def test_a_step_long_gone_is_not_waited_for(world: World) -> None:
 
 
 async def test_the_name_of_a_supervised_process_goes_only_to_another_one_of_the_supervisor(world: World) -> None:
-    """A person who attaches under it would end the run: the supervised one is told to leave, and is started again."""
+    """An unsupervised process under the name would end the run: the supervised one would leave and restart."""
     await Cast(world).enter()
     supervised = Someone(world, "rollout-7", "rollout", capacity=1)
     await supervised.attach()
@@ -381,7 +381,7 @@ async def test_the_name_of_a_supervised_process_goes_only_to_another_one_of_the_
     with pytest.raises(Refused, match=r"rollout-7 belongs to the supervisor of this run, .* another name") as refused:
         await by_hand.attach()
     assert refused.value.code is Code.CONFLICT
-    await supervised.attach()  # it is still the one
+    await supervised.attach()  # the supervised one still has the name
     again = Someone(world, "rollout-7", "rollout", capacity=1)
     await again.attach()
     await again.client.ask(Detach(worker=again.worker, why="goodbye"), Done)
@@ -396,6 +396,6 @@ async def test_a_name_that_no_supervisor_looks_after_goes_to_whoever_comes(world
     world.kill()
     world.start()
     by_hand = Someone(world, "rollout-7", "rollout", capacity=1, slot="")
-    await by_hand.attach()  # the supervised one was not heard since
+    await by_hand.attach()  # the supervised one has sent nothing since
     by_hand.client.close()
     await Someone(world, "rollout-7", "rollout", capacity=1, slot="").attach()

@@ -1,4 +1,4 @@
-"""Shards are asked for the features of the prompts that come next."""
+"""The scheduler requests the features of upcoming prompts from the shards."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ class World:
         self.describing.receive(call, call.body, self.now_ms)
 
     def bring(self, name: str, rows: list[int] | None = None, features: Array | None = None) -> None:
-        """Features of ``rows``, and wait."""
+        """Report features of ``rows``, and wait for the next request."""
         rows = rows or []
         if features is None and rows:
             features = np.repeat(np.array(rows, np.float16)[:, None], FEATURES, axis=1)
@@ -46,7 +46,7 @@ class World:
         self.endpoint.call(name, body, self.heard[name].append, frames)
 
     def asked(self, name: str) -> list[int]:
-        """The rows of the last answer."""
+        """Return the rows of the last request."""
         last = self.heard[name][-1]
         assert isinstance(last, PromptFeaturesReply)
         return last.rows
@@ -56,7 +56,7 @@ class World:
         self.describing.remove_peer(name)
 
     def deal(self, count: int) -> list[int]:
-        """Rows of the next groups."""
+        """Return the rows of the next groups."""
         return [group % self.prompts.rows for group in (self.prompts.pop() for _ in range(count)) if group is not None]
 
 
@@ -68,7 +68,7 @@ def test_the_rows_of_this_block_and_the_next_are_asked_for_in_chunks_and_no_othe
     world.bring("a", first)
     second = world.asked("a")
     world.bring("a", second)
-    assert len(world.heard["a"]) == 2  # it waits: there is nothing to describe
+    assert len(world.heard["a"]) == 2  # the shard waits: no row needs features
     assert sorted(first + second) == sorted(world.deal(400))
 
 

@@ -1,4 +1,4 @@
-"""A real scheduler process and the real sockets of everybody round it; no payload, no weights."""
+"""A real scheduler process and real sockets of all its peers, without payloads or weights."""
 
 import asyncio
 import os
@@ -75,7 +75,7 @@ def sha(number: int) -> str:
 
 
 class World:
-    """One run directory; processes come and go."""
+    """One run directory; processes start and stop in it."""
 
     def __init__(self, run_dir: Path, settings: Config) -> None:
         self.run_dir = run_dir
@@ -86,7 +86,7 @@ class World:
         write_resolved(settings, run_dir)
 
     def start(self) -> None:
-        """Start, and wait until it can be reached."""
+        """Start, and wait until the process accepts connections."""
         self.spawn()
         assert self._process is not None
         socket = Path(self.address.removeprefix("ipc://"))
@@ -101,21 +101,21 @@ class World:
         self._process = subprocess.Popen([sys.executable, "-c", SERVE, str(self.run_dir)], stderr=subprocess.PIPE)
 
     def kill(self) -> None:
-        """``kill -9``."""
+        """Kill the process with SIGKILL."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(10)
         self._drop()
 
     def pause(self, seconds: float) -> None:
-        """SIGSTOP, and SIGCONT after so long; no peer runs meanwhile either."""
+        """Send SIGSTOP, then SIGCONT after ``seconds``; no peer runs meanwhile either."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         time.sleep(seconds)
         self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM; return the exit code."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         code = self._process.wait(10)
@@ -123,7 +123,7 @@ class World:
         return code
 
     def ended(self) -> tuple[int, str]:
-        """Exit code and last line of what a process that should not stay up said."""
+        """Return the exit code and the last line of stderr of a process that is expected to exit."""
         assert self._process is not None
         _, err = self._process.communicate(timeout=20)
         code = self._process.returncode
@@ -152,7 +152,7 @@ class World:
         return (await client.ask(GetStatus(), Status, timeout_s=10)).values
 
     async def until(self, condition: str, wanted: object, within_s: float = 10.0) -> dict[str, Any]:
-        """Wait until ``status[condition]`` is ``wanted``; dots go deeper."""
+        """Wait until ``status[condition]`` is ``wanted``; dots select nested fields."""
         client = self.client(worker_id("monitor"))
         deadline = time.monotonic() + within_s
         while True:
@@ -177,7 +177,7 @@ class Someone:
     def __init__(self, world: World, name: str, role: str, **attach: Any) -> None:
         self.worker = worker_id(name)
         self.client = world.client(self.worker)
-        attach.setdefault("slot", name)  # as of one supervisor: the next of the same name succeeds it at once
+        attach.setdefault("slot", name)  # same slot as under one supervisor: the next of the name succeeds it at once
         self._attach = Attach(worker=self.worker, name=name, role=role, pid=os.getpid(), **attach)
 
     async def attach(self) -> AttachReply:
@@ -185,7 +185,7 @@ class Someone:
 
 
 class Shard(Someone):
-    """Registers what is pushed; has no bytes."""
+    """A shard that registers pushes and stores no bytes."""
 
     def __init__(self, world: World, *, rows: int = 1000, prompts_sha: str = "p") -> None:
         super().__init__(
@@ -210,7 +210,7 @@ class Shard(Someone):
         )
 
     def fat_push(self, assign: Assign, worker: WorkerId, nbytes: int) -> RegisterPush:
-        """One that takes a lot of room in the scheduler's store."""
+        """Return a push that takes much room in the scheduler's store."""
         return msgspec.structs.replace(self.push(assign, worker), sha="f" * nbytes)
 
     def occupy(self, assign: Assign) -> RegisterOccupy:
@@ -220,14 +220,14 @@ class Shard(Someone):
         return RegisterRelease(group=assign.group, lease=assign.lease, why=why)
 
     async def finish(self, assigns: Sequence[Assign], worker: WorkerId) -> None:
-        """Push and occupy."""
+        """Register the push and the occupation of each group."""
         results = await self.operate(*(self.push(assign, worker) for assign in assigns))
         results += await self.operate(*(self.occupy(assign) for assign in assigns))
         assert [result.code for result in results] == [None] * len(results)
 
 
 class Instance(Someone):
-    """Does nothing by itself: a test says when it reports."""
+    """A passive instance: the test decides when it reports."""
 
     def __init__(self, world: World, name: str = "rollout-0", capacity: int = 4) -> None:
         super().__init__(world, name, "rollout", capacity=capacity)
@@ -238,7 +238,7 @@ class Instance(Someone):
         self.ack = 0
 
     async def report(self, wait_ms: int = 300) -> Commands:
-        """One report; its commands are taken over."""
+        """Send one report and apply the commands of its answer."""
         report = Report(
             worker=self.worker,
             ack=self.ack,
@@ -270,7 +270,7 @@ class Instance(Someone):
                 raise AssertionError(f"unexpected {command}")
 
     async def until_held(self, num_groups: int) -> list[Assign]:
-        """Report until it holds that many."""
+        """Report until it holds ``num_groups`` groups."""
         for _ in range(100):
             if len(self.held) >= num_groups:
                 return list(self.held.values())
@@ -283,7 +283,7 @@ class Instance(Someone):
 
 
 class TrainerOf(Someone):
-    """Trains nothing; publishes what it is told to."""
+    """A trainer without training; the test decides when it publishes."""
 
     term = TrainerTerm(0)
 
@@ -323,7 +323,7 @@ class TrainerOf(Someone):
 
 
 class Cast:
-    """Everybody that a run needs, attached, version 0 published."""
+    """Every peer that a run needs, attached, with version 0 published."""
 
     def __init__(self, world: World, *, capacity: int = 4, rows: int = 1000) -> None:
         self.shard = Shard(world, rows=rows)
@@ -339,7 +339,7 @@ class Cast:
         return self
 
     async def finish(self, num_groups: int) -> list[Assign]:
-        """Generate that many groups, whole way to occupied."""
+        """Generate ``num_groups`` groups, from lease to occupied."""
         assigns = (await self.instance.until_held(num_groups))[:num_groups]
         await self.shard.finish(assigns, self.instance.worker)
         self.instance.let_go(assigns)

@@ -1,7 +1,7 @@
-"""A shard's store on disk, copies of it with changed bytes, and what a reader in a process of its own finds in one.
+"""A shard's store on disk, copies of it with changed bytes, and the contents that a separate reader process finds.
 
-``python -m tests.servers.trajectories.damaged`` reads folders from its standard input, each in a child of its own since
-a damaged page may end it, and prints one JSON line for each.
+``python -m tests.servers.trajectories.damaged`` reads folders from its standard input, each in a separate child because
+a damaged page may kill the process, and prints one JSON line for each.
 """
 
 import hashlib
@@ -27,36 +27,36 @@ from tests.servers.running import GROUP_SIZE, payload
 
 MAP_BYTES = 32 << 20
 TOKENS = (5, 60, 900)
-"""Of each sample: payloads that lie inside a page, and ones that take some."""
+"""Tokens of each sample: some payloads fit into a page, others span several."""
 
 
 class Original(NamedTuple):
-    """A store with a group under each of some leases, all of them rewarded."""
+    """A store with one rewarded group under each of its leases."""
 
     data: bytes
     """The file, live pages only."""
     slabs: dict[str, bytes]
-    """What is in its slabs, by name; payload lies there instead, if there are any."""
+    """Contents of its slabs by name; if slabs exist, payload is stored there instead."""
     groups: dict[Key, dict[str, Array]]
     shas: dict[Key, str]
     values: list[tuple[Key, bytes]]
-    """Every live value of its tables and slabs, and whose it is."""
+    """Every live value of its tables and slabs, with its key."""
 
     @property
     def files(self) -> dict[str, bytes]:
-        """All of them, by their paths."""
+        """Contents of all files, by path."""
         return {"data.mdb": self.data} | {f"slabs/{name}": data for name, data in self.slabs.items()}
 
 
 def opened(path: Path) -> tuple[Store, TrajectoryStore]:
-    """With slabs where there is a folder for them."""
+    """Open a store, with slabs if their folder exists."""
     store = Store(path, tables=TABLES, map_bytes=MAP_BYTES, durability="process")
     slabs = Slabs(path / "slabs", map_bytes=MAP_BYTES) if (path / "slabs").is_dir() else None
     return store, TrajectoryStore(store, map_bytes=MAP_BYTES, slabs=slabs)
 
 
 def original(folder: Path, count: int, *, mapped: bool = False) -> Original:
-    """A store of so many groups; ``mapped``: their payload lies in slabs."""
+    """Make a store of ``count`` groups; ``mapped``: their payload is in slabs."""
     if mapped:
         (folder / "first" / "slabs").mkdir(parents=True)
     store, trajectories = opened(folder / "first")
@@ -103,7 +103,7 @@ def _values(folder: Path) -> list[tuple[Key, bytes]]:
 
 
 def copied(folder: Path, files: dict[str, bytes]) -> Path:
-    """A store of these files."""
+    """Write these files as a store."""
     for name, data in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def named(arrays: dict[str, Array]) -> str:
 
 
 def read(folder: Path) -> dict[str, str] | str:
-    """What each lease's payload and reward are, or that it is damaged; or why the store is refused."""
+    """Return payload and reward of each lease, or that it is damaged; or the reason why the store is refused."""
     found: dict[str, str] = {}
     try:
         store, trajectories = opened(folder)
@@ -136,11 +136,11 @@ def read(folder: Path) -> dict[str, str] | str:
 
 
 def main() -> None:
-    """Read every folder of the standard input."""
+    """Read every folder named on the standard input."""
     for line in sys.stdin:
         child = os.fork()
         if not child:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # LMDB says there what it does not like
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # LMDB prints its complaints there
             print(json.dumps(read(Path(line.strip()))), flush=True)
             os._exit(0)
         _, status = os.waitpid(child, 0)

@@ -1,4 +1,4 @@
-"""An engine of another host: large groups pushed through the shipped class, in frames."""
+"""An engine of another host that pushes large groups in frames through the shipped class."""
 
 import asyncio
 from collections import defaultdict
@@ -10,16 +10,16 @@ from staleflow.protocols.wire.messages import Assign, Result
 from tests.servers.running import Rollout, payload
 
 TOKENS = 5_000
-"""Of a sample: a group is about 0.1 MB."""
+"""Tokens of a sample; a group is about 0.1 MB."""
 
 
 class Engine:
-    """Pushes groups of one shard until ``close``."""
+    """Push groups of one shard until ``close``."""
 
     def __init__(self, rollout: Rollout, shard: Client) -> None:
-        """``shard``: a connection of its own."""
+        """``shard``: a separate connection for this engine."""
         self.codes: defaultdict[int, list[Code | None]] = defaultdict(list)
-        """Every verdict, by group."""
+        """All results, by group."""
         self.pusher = Pusher(shard, rollout.worker, self._settled)
         self._held = rollout.held
         self._running = asyncio.create_task(self.pusher.run())
@@ -33,7 +33,7 @@ class Engine:
             self.pusher.put(assign, payload(assign.version, seed=assign.group, tokens=tokens))
 
     async def idle(self, within_s: float = 30.0) -> None:
-        """Returns once nothing waits."""
+        """Wait until no push is pending."""
         async with asyncio.timeout(within_s):
             await self.pusher.idle.wait()
 

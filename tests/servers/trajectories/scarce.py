@@ -1,4 +1,4 @@
-"""What a system is like that has nothing left to give."""
+"""Simulated exhaustion of system resources."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_descriptor() -> Generator[None]:
-    """This process opens nothing; what it has open stays so."""
+    """Let this process open no more descriptors; open ones stay open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
@@ -19,5 +19,5 @@ def no_descriptor() -> Generator[None]:
 
 
 def no_room(*_: object, **__: object) -> None:
-    """In place of a call of ``os``: the disk is full."""
+    """Replacement for a function of ``os``: fails because the disk is full."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""A small question has no answer without bound."""
+"""A small request never causes an unbounded reply."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Bytes that changed on disk are found, named to the scheduler, and never served."""
+"""Bytes that changed on disk are detected, reported to the scheduler, and never served."""
 
 import asyncio
 import hashlib
@@ -17,7 +17,7 @@ from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, Trainer, e
 
 
 def flip(run: Run, marker: bytes) -> None:
-    """Change one byte wherever ``marker`` is in the store of the first shard and in its slabs."""
+    """Change one byte of every ``marker`` in the store of the first shard and in its slabs."""
     folder: Path = run.run_dir / "trajectories-0"
     found = 0
     for path in (folder / "data.mdb", *(folder / "slabs").glob("*")):
@@ -31,7 +31,7 @@ def flip(run: Run, marker: bytes) -> None:
 
 
 def tokens_of(group: int, version: int) -> bytes:
-    """Bytes that only this group's payload has."""
+    """Bytes that occur only in this group's payload."""
     return payload(version, seed=group).token_ids.tobytes()
 
 
@@ -142,7 +142,7 @@ async def test_a_damaged_record_of_a_consumed_group_is_quarantined_when_a_rollba
     async def fetched() -> list[int]:
         try:
             return await fetch(run, trainer, (await trainer.next_batch(0)).members)
-        except Refused:  # stale, until the batch is sealed anew
+        except Refused:  # stale, until the batch is sealed again
             return []
 
     found = await eventually(fetched)

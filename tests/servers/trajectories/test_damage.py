@@ -1,4 +1,4 @@
-"""Changed bytes in a shard's store: what they hit is found and named, and nothing wrong is ever served."""
+"""A shard detects and reports every record hit by changed bytes in its store, and never serves wrong bytes."""
 
 import asyncio
 import json
@@ -64,7 +64,7 @@ def mapped(tmp_path_factory: pytest.TempPathFactory) -> Original:
 
 
 class Ledger:
-    """Stands for a scheduler to which every group is occupied; it notes what is given up."""
+    """A scheduler for which every group is occupied; records the groups that are given up."""
 
     def __init__(self) -> None:
         self.quarantined: list[int] = []
@@ -79,7 +79,7 @@ class Ledger:
         return Results(results=[self._one(op) for op in body.ops])
 
     async def _other_model(self, body: GetModelLimits) -> None:
-        """Wait for another model than the known one; there is never one."""
+        """Wait for a model other than the known one; none ever arrives."""
         if body.known is not None:
             await asyncio.Event().wait()
 
@@ -90,7 +90,7 @@ class Ledger:
 
 
 class Answer:
-    """Takes the answer of one call."""
+    """Takes the reply to one call."""
 
     def __init__(self) -> None:
         self.came: asyncio.Future[tuple[Reply, list[memoryview]]] = asyncio.get_running_loop().create_future()
@@ -101,7 +101,7 @@ class Answer:
 
 @asynccontextmanager
 async def served(folder: Path, ledger: Ledger) -> AsyncGenerator[TrajectoryService]:
-    """The real service over a store that is there, when it has taken up everything."""
+    """Run the real service over an existing store, once it has recovered everything."""
     store, trajectories = opened(folder)
     config = Config(
         prompts=Prompts(source="nobody:opens"),
@@ -122,7 +122,7 @@ async def served(folder: Path, ledger: Ledger) -> AsyncGenerator[TrajectoryServi
 
 
 async def fetched(service: TrajectoryService, key: Key, sha: str) -> str | None:
-    """sha256 of what is served of a group, or None when it is refused."""
+    """sha256 of the bytes served for a group, or None if the request is refused."""
     answer = Answer()
     service.on_call(Call(answer, Peer(b"trainer/1", 0.0, []), 1, GetGroups(groups=[key.group], shas=[sha]), []))
     reply, frames = await answer.came
@@ -167,7 +167,10 @@ async def test_an_untouched_store_serves_everything_and_quarantines_nothing(whol
 
 
 def outcomes(whole: Original, folder: Path, stores: Sequence[bytes]) -> Counter[str]:
-    """What became of each of these stores. Fails when anything wrong is served, or a group is missing unnamed."""
+    """Count the outcomes of these damaged stores.
+
+    Fails if any wrong bytes are served, or if a group is missing without a report.
+    """
     folders = [copied(folder / str(number), {"data.mdb": data}) for number, data in enumerate(stores)]
     reader = [sys.executable, "-m", "tests.servers.trajectories.damaged"]
     said = subprocess.run(
@@ -196,7 +199,7 @@ def test_a_byte_anywhere_is_found_or_does_not_matter(whole: Original, tmp_path: 
     stores = [flipped(whole.data, place, random.randrange(8)) for place in places]
     counts = outcomes(whole, tmp_path, stores)
     assert counts.total() == len(stores)
-    assert min(counts["refused"], counts["quarantined"], counts["no matter"]) > 2  # each kind was there
+    assert min(counts["refused"], counts["quarantined"], counts["no matter"]) > 2  # every kind of outcome occurred
     assert counts["ended by a signal"] <= len(stores) // 20
 
 

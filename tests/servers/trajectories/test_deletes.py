@@ -1,4 +1,4 @@
-"""Deletes take room too: in a map that is full they go through a few at a time, or wait."""
+"""Deletes need room too: in a full map the shard deletes a few records at a time, or waits."""
 
 from collections.abc import Iterator, Sequence
 from typing import cast

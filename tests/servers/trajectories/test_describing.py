@@ -1,4 +1,4 @@
-"""Shards describe prompts: what the numbers mean, and that they reach the scheduler."""
+"""Shards describe prompts: the numbers have the documented meaning and reach the scheduler."""
 
 from pathlib import Path
 

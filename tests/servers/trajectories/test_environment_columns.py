@@ -1,4 +1,4 @@
-"""Columns that may come with a push: an environment's, and nobody else's."""
+"""A push may carry an environment's columns, and no others."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from staleflow.servers.trajectories.records import Pushed, parse_push
 
 
 def push(column: str) -> Pushed:
-    """Two samples of two tokens, the first one of each an environment's."""
+    """Two samples of two tokens; the first token of each comes from an environment."""
     payload = GroupPayload(
         prompt_ids=np.array([1], np.int32),
         lengths=np.array([2, 2], np.int32),

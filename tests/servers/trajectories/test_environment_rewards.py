@@ -1,4 +1,4 @@
-"""Rewards that an environment returned are the group's rewards at once: no stage worker has to hand them on."""
+"""Rewards that an environment returned become the group's rewards at once, without a stage worker."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from staleflow.protocols.wire.tensors import specs_and_frames
 from tests.servers.running import WEIGHTS, Rollout, Run, eventually, payload
 
 ENVIRONMENT = {"run": "anywhere:Anything"}
-"""Workers alone import it."""
+"""Only workers import it."""
 
 
 async def push(rollout: Rollout, assign: Assign, *rewards: float, timeout_s: float | None = 20) -> Result:
-    """A group whose environment returned these."""
+    """Push a group whose environment returned these rewards."""
     group = payload(assign.version, seed=assign.group)
     group.stages[ENVIRONMENT_REWARD] = np.asarray(rewards, np.float32)
     specs, frames = specs_and_frames(group.to_arrays())
@@ -64,7 +64,7 @@ async def test_the_filter_judges_them_too(make_run: Callable[..., Run]) -> None:
 
 
 async def test_after_a_kill_such_a_group_is_registered_before_it_is_occupied(make_run: Callable[..., Run]) -> None:
-    """The scheduler is away, so that nothing of it is registered when the shard dies."""
+    """The scheduler is down, so it has registered none of the groups when the shard dies."""
     run = make_run(environment=ENVIRONMENT)
     run.scheduler()
     run.parameters()
@@ -75,11 +75,11 @@ async def test_after_a_kill_such_a_group_is_registered_before_it_is_occupied(mak
     assigns = (await rollout.leases(2))[:2]
     await run.stop("scheduler")
     waiting = [asyncio.create_task(push(rollout, assign, 0.0, 1.0, timeout_s=None)) for assign in assigns]
-    await asyncio.sleep(0.3)  # stored by now; were it not, the test would still hold
+    await asyncio.sleep(0.3)  # stored by now; if it is not, the assertions hold as well
     assert run.kill("trajectories-0") == -9
     run.scheduler()
     run.process("trajectories", 0)
     assert [result.code for result in await asyncio.gather(*waiting)] == [None, None]
     batch = await trainer.next_batch(0)
     assert {member.group for member in batch.members} == {assign.group for assign in assigns}
-    assert (await push(rollout, assigns[0], 0.0, 1.0)).code is None  # said again, and the same
+    assert (await push(rollout, assigns[0], 0.0, 1.0)).code is None  # the retry gets the same reply

@@ -1,4 +1,4 @@
-"""Fetches: payload travels never on one host, to another once for each process that reads it; who gets which groups."""
+"""Payload is not copied within a host and is sent once to each reading process of another; ranks share the groups."""
 
 import asyncio
 from collections import Counter
@@ -24,7 +24,7 @@ GROUPS = 2
 
 
 class Counted(Client):
-    """Counts the bytes that come in frames of answers, by question."""
+    """Count the bytes that arrive in reply frames, by request type."""
 
     def __init__(self, counts: Counter[str], *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -39,7 +39,7 @@ class Counted(Client):
 
 
 class Makes:
-    """One column of zeros and ones."""
+    """A stage that makes one column of zeros and ones."""
 
     together: ClassVar[bool] = False
 

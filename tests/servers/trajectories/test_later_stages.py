@@ -1,4 +1,4 @@
-"""Stages after the reward: their order, their columns, and what the filter spares them."""
+"""Stages after the reward run in order, add their columns, and skip the groups that the filter removed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ ALGORITHM = {"algorithm": {"kl_coef": 0.1, "advantage": "gae"}}
 
 @pytest.fixture
 async def run(make_run: Callable[..., Run]) -> Run:
-    """Three stages: reward, reference, critic."""
+    """A run with three stages: reward, reference, critic."""
     return started(make_run)
 
 
@@ -48,13 +48,13 @@ async def totals(run: Run) -> dict[str, Any]:
 
 
 async def queues(run: Run) -> dict[str, int]:
-    """Groups that wait for each stage."""
+    """Number of groups that wait for each stage."""
     status = await run.status(run.where.trajectories[0])
     return {stage: queue["waiting"] for stage, queue in status["queues"].items()}
 
 
 async def judged(run: Run, stage: str, columns: dict[str, Array], name: str = "") -> list[GroupId]:
-    """One stage does all there is."""
+    """Finish every group that waits for one stage."""
     worker = StageWorker(run, name or f"{stage}-0", stage=stage)
     items, _ = await worker.take()
     assert {result.code for result in await worker.give(items, columns)} == {None}
@@ -165,7 +165,7 @@ async def test_columns_that_are_none_are_refused_by_name_and_release_the_group(
 ) -> None:
     await pushed(run, count=1)
     await judged(run, "reward", REWARDS)
-    for name in ("reference-0", "reference-1"):  # another worker tries it before it is given up
+    for name in ("reference-0", "reference-1"):  # a second worker tries the group before it is given up
         reference = StageWorker(run, name, stage="reference")
         items, _ = await reference.take()
         answer = await reference.give(items, columns)

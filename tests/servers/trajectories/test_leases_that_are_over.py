@@ -1,4 +1,4 @@
-"""What was pushed under a lease that the scheduler has ended meanwhile goes, whatever its group becomes."""
+"""A shard drops payload whose lease the scheduler has ended since the push, whatever its group becomes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,21 +16,21 @@ from tests.servers.trajectories.test_slabs_in_a_drain import WORKERS, World, key
 
 
 class Impatient:
-    """A scheduler that takes every push, and has given its group to somebody else by the next word."""
+    """A scheduler that accepts every push and has reassigned the group by the next message."""
 
     def add(self, op: Op, then: Then) -> None:
         then(Result() if isinstance(op, RegisterPush) else Result(code=Code.STALE_LEASE))
 
 
 def is_judged(shard: Shard) -> None:
-    """So that the shard asks for its place in a batch."""
+    """Finish the reward, so the shard requests a place in a batch."""
     (ticket,) = shard.queues[REWARD].take("reward-0.1", 1, now_s=0.0, seconds_each=1.0)
     reward = {REWARD_COLUMN: np.array([0.0, 1.0], np.float32)}
     shard.finish(Columns(ticket.key, REWARD, reward), ticket.number, "reward-0.1", lambda _: None)
 
 
 def is_given_up(shard: Shard) -> None:
-    """So that the shard releases it."""
+    """Give the group up, so the shard releases it."""
     shard.give_up([key_of(1)], "its judge is gone")
 
 

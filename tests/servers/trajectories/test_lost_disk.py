@@ -1,4 +1,4 @@
-"""What the run counts on and a shard has not got any more is given up; the run goes on."""
+"""The run gives up the groups that a shard has lost, and continues."""
 
 import asyncio
 import shutil
@@ -44,7 +44,7 @@ async def test_a_run_goes_on_when_the_disk_of_a_shard_is_lost(run: Run) -> None:
     assigns = await rollout.leases(3)
     await rollout.push(*assigns[:3])
     items, _ = await (stage := StageWorker(run)).take()
-    await stage.finish(items[:2])  # the third stays pushed
+    await stage.finish(items[:2])  # the third group stays pushed
     batch = await trainer.next_batch(0)
     await run.stop("trajectories-0")
     shutil.rmtree(run.run_dir / "trajectories-0")
@@ -72,7 +72,7 @@ async def test_all_that_a_rollback_brings_back_is_given_up_when_the_first_of_it_
     await run.stop("trajectories-0")
     shutil.rmtree(run.run_dir / "trajectories-0")
     run.trajectories()
-    await eventually(lambda: _has_none(run))  # what was not consumed yet
+    await eventually(lambda: _has_none(run))  # groups that were not consumed yet
     join = Join(trainer=trainer.worker, lineage=Lineage(0), version=Version(0))
     trainer.joined = await trainer.scheduler.ask(join, JoinReply)
     batch = await trainer.next_batch(0)
@@ -84,7 +84,7 @@ async def test_all_that_a_rollback_brings_back_is_given_up_when_the_first_of_it_
 
 
 async def _has_none(run: Run) -> bool:
-    """No group is pushed and not consumed."""
+    """Return True if every pushed group is consumed or released."""
     ledger: dict[str, int] = (await run.status(run.where.scheduler))["ledger"]
     return not ledger["pushed"] + ledger["occupied"] + ledger["sealed"]
 
@@ -120,8 +120,10 @@ async def test_what_a_worker_pushes_again_onto_an_empty_disk_goes_through_its_st
 
 
 class Witness:
-    """A scheduler that counts on the bytes of ``pushed(1)``, whatever else is pushed under that lease, and says so when
-    it is asked twice."""
+    """A scheduler that counts on the bytes of ``pushed(1)``, regardless of other pushes under that lease.
+
+    It refuses the first request for the expected groups and replies to the second.
+    """
 
     def __init__(self) -> None:
         self.asked = 0

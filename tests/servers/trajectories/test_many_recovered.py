@@ -1,4 +1,4 @@
-"""A shard that starts with very many groups: what comes in meanwhile does not wait behind all of them."""
+"""A shard that starts with very many groups serves new requests without waiting for all of them to recover."""
 
 import asyncio
 import hashlib
@@ -29,14 +29,14 @@ MAP_BYTES = 64 << 20
 
 
 class Ledger:
-    """Stands for a scheduler; notes in which order it hears of leases, and is too full for some of them."""
+    """A scheduler that records the order of the reported leases and is too full for some of them."""
 
     def __init__(self, busy: range = range(0)) -> None:
         self.heard: list[int] = []
         self._busy = busy
 
     async def ask(self, body: Operations, *_: object, **__: object) -> Results:
-        await asyncio.sleep(0.002)  # longer than a turn of the loop
+        await asyncio.sleep(0.002)  # longer than a turn of the event loop
         leases = [op.lease for op in body.ops if isinstance(op, RegisterPush)]
         self.heard += leases
         return Results(results=[Result(code=Code.BUSY) if lease in self._busy else Result() for lease in leases])
@@ -58,7 +58,7 @@ def pushed(lease: int) -> Pushed:
 
 
 def shard(ledger: Ledger) -> tuple[Shard, Registrar]:
-    """With everything stored that an earlier process had."""
+    """Return a shard with everything that an earlier process stored."""
     store = TrajectoryStore(MemoryStore(TABLES), map_bytes=MAP_BYTES)
     store.write_pushes([pushed(lease) for lease in range(1, STORED + 1)])
     registrar = Registrar(cast("Client", ledger))
@@ -125,7 +125,7 @@ def test_rewards_that_came_with_a_group_are_there_after_a_restart_with_what_the_
 
 LEASES = range(1, 41)
 COLUMN = (1).to_bytes(8, "big") * 2 + b"judge"
-"""The key of what stage ``judge`` made of the first."""
+"""Key of the column that stage ``judge`` made for the first group."""
 VALUES = np.linspace(0, 1, 1 << 16, dtype=np.float32)
 JUDGED = graph(
     Config(prompts=Prompts(), reward=Reward(run=""), stage=[Stage(name="judge", run="m:f", makes=["values:token"])])
@@ -133,7 +133,7 @@ JUDGED = graph(
 
 
 def judged(path: Path) -> Store:
-    """What an earlier process had: groups that have a reward each, and a large column of another stage."""
+    """The store of an earlier process: groups with a reward each and a large column of another stage."""
     store = Store(path, tables=TABLES, map_bytes=MAP_BYTES, durability="process")
     trajectories = TrajectoryStore(store, map_bytes=MAP_BYTES)
     for one in map(pushed, LEASES):

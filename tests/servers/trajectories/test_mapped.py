@@ -1,4 +1,4 @@
-"""Payload that the worker writes into a slab and the trainer maps: what is promised of frames holds for it."""
+"""Payload that the worker writes into a slab and the trainer maps keeps every guarantee of payload in frames."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, Trainer, e
 
 
 class Slabbed:
-    """A rollout worker's pushes through the shipped classes."""
+    """Push as a rollout worker through the shipped classes."""
 
     def __init__(self, run: Run, rollout: Rollout) -> None:
         self._rollout = rollout
@@ -85,7 +85,7 @@ def fetcher(run: Run, trainer: Trainer, *, mapped: bool = True) -> Fetcher:
 
 
 def same(fetched: Sequence[FetchedGroup], members: Sequence[MemberRef]) -> bool:
-    """These are the members, as they were written."""
+    """Check that these groups are the members, as they were written."""
     return [item.group for item in fetched] == [member.group for member in members] and all(
         np.array_equal(getattr(item.payload, name), column)
         for item, member in zip(fetched, members, strict=True)
@@ -134,7 +134,7 @@ async def test_a_byte_that_changed_in_a_slab_is_never_served(run: Run) -> None:
 async def test_a_worker_that_writes_between_the_look_and_the_sha256_harms_only_its_own_group(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sha256 is right, and what it is of is no group."""
+    """The sha256 is right, but its bytes are not a group."""
     trainer, _, slabbed, assigns = await begun(run, 3)
     torn: list[bool] = []
 
@@ -177,7 +177,8 @@ async def test_a_killed_shard_has_what_it_acknowledged_and_takes_frames_for_slab
     for slab in lost:
         slab.unlink()
     run.process("trajectories", 0)
-    await slabbed.push(rest[0])  # names a slab that nobody has: sent in frames, which go into one of the shard's own
+    # names a slab that does not exist: sent in frames, which go into one of the shard's own
+    await slabbed.push(rest[0])
     assert len(slabs_of(run)) == 1
     assert not {*slabs_of(run)} & {*lost}
     slabbed.close()
@@ -205,7 +206,7 @@ async def test_a_worker_of_another_host_takes_no_slab_of_the_shard(run: Run, mon
     batch = await trainer.next_batch(0)
     assert same(await fetcher(run, trainer).members(batch.members), batch.members)
     assert await slabbed.writer.write([b"payload"]) is None
-    assert len(slabs_of(run)) == 1  # the shard's own, for what came in frames
+    assert len(slabs_of(run)) == 1  # the shard's own slab, for payload that arrived in frames
     slabbed.close()
 
 
@@ -217,7 +218,8 @@ async def test_a_slab_is_written_again_only_when_its_batch_is_consumed_and_kept_
     (slab,) = slabs_of(run)
     before = slab.read_bytes()
     await trainer.publish(1, WEIGHTS, batch.batch)
-    slabbed.writer.abandon()  # the next push asks for a slab: not for this one, whose batch a rollback may bring back
+    # the next push requests a slab; it must not get this one, whose batch a rollback may bring back
+    slabbed.writer.abandon()
     await slabbed.push(*(await rollout.leases(2)))
     assert len(slabs_of(run)) == 2
     assert slab.read_bytes() == before
@@ -286,7 +288,7 @@ async def test_a_batch_is_whole_as_soon_as_a_shard_is_back_though_it_has_not_fou
 
 
 class Judge:
-    """Half of the samples are right, if they are what was written."""
+    """A stage that checks each payload against the written one and scores half of the samples as right."""
 
     together: ClassVar[bool] = False
 
@@ -354,5 +356,5 @@ async def test_a_stage_never_judges_a_byte_that_changed_in_a_slab(
         return bool((await run.status(run.where.scheduler))["totals"]["releases"].get("aborted") == 1)
 
     assert await eventually(quarantined)
-    assert f"quarantined: the payload of group {assigns[0].group}" in caplog.text  # the shard has looked
+    assert f"quarantined: the payload of group {assigns[0].group}" in caplog.text  # the shard has checked the bytes
     slabbed.close()

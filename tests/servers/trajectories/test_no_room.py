@@ -1,4 +1,4 @@
-"""Pushes to a real shard that has no room: payload comes again once it has said that there is some, and not before."""
+"""A worker resends payload to a full shard once the shard has reported free room, and not before."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -21,19 +21,19 @@ from tests.servers.running import WEIGHTS, Run, eventually, payload
 from tests.servers.trajectories.remote_engine import Engine
 
 QUESTIONS = 20
-"""Of the workers of a full shard, after which nothing else should have come."""
+"""Number of requests from the workers of a full shard during which nothing else should arrive."""
 
 
 class Incoming:
-    """What reaches the shard of pushes, and what fills it."""
+    """Record the pushes that reach the shard, and simulate a full map or disk."""
 
     def __init__(self) -> None:
         self.pushes: list[tuple[str, list[int]]] = []
-        """Who pushed which groups, in order."""
+        """(worker, groups) of each push, in order."""
         self.nbytes = 0
-        """Of payload."""
+        """Payload bytes received."""
         self.questions = 0
-        """Pushes of no group."""
+        """Number of pushes without a group."""
         self.map_full = False
         self.disk_full = False
 
@@ -45,7 +45,7 @@ class Incoming:
             self.questions += 1
 
     async def pushed(self, count: int) -> None:
-        """Returns once so many pushes have come."""
+        """Wait until ``count`` pushes have arrived."""
 
         async def enough() -> bool:
             return len(self.pushes) >= count
@@ -53,7 +53,7 @@ class Incoming:
         await eventually(enough)
 
     async def asked(self, more: int = QUESTIONS) -> None:
-        """Returns after so many more questions."""
+        """Wait for ``more`` further requests."""
         until = self.questions + more
 
         async def enough() -> bool:
@@ -87,7 +87,7 @@ def incoming(monkeypatch: pytest.MonkeyPatch) -> Incoming:
 
 
 async def engines(run: Run, groups: int, count: int = 2) -> list[tuple[Engine, list[Assign]]]:
-    """So many, with a connection and so many leases each; all of one worker."""
+    """Return ``count`` engines of one worker, each with its own connection and ``groups`` leases."""
     trainer = await run.trainer()
     await trainer.publish(0, WEIGHTS)
     rollout = await run.rollout(capacity=count * groups)
@@ -116,7 +116,7 @@ async def test_a_full_shard_is_sent_each_payload_once_and_then_asked_for_room(wi
     assert len(set(groups)) == len(groups)
     sent = incoming.nbytes
     assert sent > 0
-    late = working[0][1].pop()  # comes to a shard that is known to be full
+    late = working[0][1].pop()  # reaches a shard that is known to be full
     assert working[0][0].pusher.drop(late)
     working[0][0].put(late)
     working[0][1].append(late)
@@ -227,7 +227,7 @@ async def test_groups_of_one_message_are_judged_each_by_itself(wide: Run, incomi
     await trainer.publish(0, WEIGHTS)
     holder = await wide.rollout()
     leased = (await holder.leases(2))[:2]
-    await wide.stop("scheduler")  # nobody says whose lease it is
+    await wide.stop("scheduler")  # no scheduler can resolve the holder of the lease
     evil = WorkerId("evil.1")
     squatting = asyncio.create_task(push(wide.shard(evil), evil, leased[:1]))
     await incoming.pushed(1)

@@ -1,4 +1,4 @@
-"""Samples of groups that change their instance: kept in memory, for whoever names the lease that left them."""
+"""A shard keeps the samples of moving groups in memory, for the instance that names the lease that left them."""
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from tests.servers.running import WEIGHTS, Run, payload
 
 
 def samples(tokens: int = 5, seed: int = 0) -> tuple[PartialFrames, list[memoryview]]:
-    """What a lease leaves: two samples, of version 0."""
+    """The samples that a lease leaves: two of version 0."""
     specs, frames = specs_and_frames(payload(0, tokens=tokens, seed=seed).to_arrays())
     return PartialFrames(origin=LeaseId(3), frames=specs), frames
 
@@ -120,7 +120,7 @@ def test_what_many_small_ones_take_is_bounded_too() -> None:
 
 
 async def left(run: Run) -> tuple[Client, GetRows]:
-    """Groups 3, 4 and 5 were left by lease 5, group 3 with many samples; and the question for all."""
+    """Leave groups 3, 4 and 5 by lease 5, group 3 with many samples; return the request for all of them."""
     await run.trainer()
     shard, groups = run.shard(worker_id("rollout-9")), [GroupId(group) for group in (3, 4, 5)]
     for group in groups:
@@ -155,7 +155,7 @@ async def test_they_come_with_the_rows_and_go_with_the_process(run: Run) -> None
     shard = run.shard(me)
     header, frames = samples()
     put = PutPartial(group=GroupId(3), lease=LeaseId(5), partial=header)
-    for _ in range(2):  # the answer was lost
+    for _ in range(2):  # the reply was lost
         assert await shard.ask(put, Done, frames) == Done()
     ask = GetRows(groups=[GroupId(2), GroupId(3), GroupId(4)], partials=[LeaseId(0), LeaseId(5), LeaseId(5)])
     answer, came = await shard.call(ask)

@@ -1,4 +1,4 @@
-"""Pushes and samples that move against the limits of the run: refused by name, traced, and nothing else is held up."""
+"""Pushes and moving samples outside the run's limits are refused by name and traced, and delay no other push."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ async def started(run: Run) -> Rollout:
 
 
 async def push(rollout: Rollout, *groups: GroupPayload) -> list[Result]:
-    """One message with the newest leases."""
+    """Push groups under the newest leases in one message."""
     assigns = (await rollout.leases(len(groups)))[-len(groups) :]
     items: list[PushItem] = []
     frames: list[memoryview] = []
@@ -49,7 +49,7 @@ async def push(rollout: Rollout, *groups: GroupPayload) -> list[Result]:
 
 
 def foreign() -> GroupPayload:
-    """What an engine with another tokenizer writes."""
+    """A group with tokens of another tokenizer."""
     group = payload(0)
     group.token_ids[0] = 1_000_000
     return group
@@ -87,7 +87,7 @@ async def test_a_sample_that_is_longer_than_the_run_allows_is_refused(make_run: 
 
 
 async def test_a_shard_that_starts_again_knows_the_model_before_it_takes_a_push(run: Run) -> None:
-    """Also where the scheduler has started again, and no trainer is there."""
+    """Holds also after a restart of the scheduler, while no trainer is attached."""
     rollout = await started(run)
     await rollout.leases(2)
     for server in ("trajectories-0", "scheduler"):
@@ -109,7 +109,7 @@ async def test_a_trainer_with_another_model_changes_the_limits(run: Run) -> None
 
 
 async def test_before_a_trainer_has_joined_nothing_is_taken(run: Run) -> None:
-    """Nobody can have written anything: version 0 is a trainer's."""
+    """No payload can exist before a trainer publishes version 0."""
     specs, frames = specs_and_frames(payload(0).to_arrays())
     worker = worker_id("rollout-0")
     item = PushItem(group=GroupId(1), lease=LeaseId(1), worker=worker, truncated=False, frames=specs)

@@ -1,4 +1,4 @@
-"""Pushes: answered once durable and registered, the same answer again, and every way to say no."""
+"""A push is acknowledged once durable and registered; a retry gets the same reply; every rejection has its code."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A shard that is killed at any instant: what it acknowledged is there again, and goes on by itself."""
+"""A shard that is killed at any instant recovers everything it acknowledged and continues without help."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ WIDE = {
 
 
 async def pushing(run: Run, acknowledged: list[Assign]) -> None:
-    """Push one group after another, for ever; those that were answered are in ``acknowledged``."""
+    """Push one group after another without end; append the acknowledged ones to ``acknowledged``."""
     rollout = await run.rollout(capacity=48)
     while True:
         assign = (await rollout.leases(1))[0]
@@ -79,7 +79,7 @@ async def test_a_group_that_a_stage_had_at_a_kill_goes_to_the_stage_again(
 
 
 async def taken(stage: StageWorker, count: int) -> list[StageItem]:
-    """So many groups, none of them finished."""
+    """Take ``count`` groups and finish none of them."""
     items: list[StageItem] = []
     async with asyncio.timeout(30):
         while len(items) < count:
@@ -122,9 +122,9 @@ async def test_a_push_that_is_sent_again_before_the_shard_has_recovered_is_answe
     await run.stop("trajectories-0")
     monkeypatch.setattr(Shard, "recover", recover_later)
     run.trajectories()
-    await rollout.until_room()  # it knows the model, and has taken up nothing
+    await rollout.until_room()  # the shard knows the model and has recovered nothing yet
     again = asyncio.create_task(rollout.push(leased, timeout_s=None))
-    await asyncio.sleep(0)  # it is sent; what is answered on the same connection afterwards came after it
+    await asyncio.sleep(0)  # the message is sent, so any reply on this connection from now on follows it
     await rollout.shards[0].ask(GetRows(groups=[leased.group]), Rows)
     assert not again.done()
     may_recover.set()

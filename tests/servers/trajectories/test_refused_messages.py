@@ -1,4 +1,4 @@
-"""A scheduler that refuses a whole message has said nothing of the operations in it."""
+"""A message that the scheduler refuses as a whole decides nothing about the operations in it."""
 
 import asyncio
 from collections.abc import Callable
@@ -33,7 +33,7 @@ LARGE = 13
 
 
 class Scheduler:
-    """Takes everything; refuses messages while ``no`` says so."""
+    """Accept every operation; refuse messages according to ``no``."""
 
     def __init__(self) -> None:
         self.heard: list[Op] = []
@@ -76,7 +76,7 @@ async def test_what_is_stored_stays_when_a_scheduler_wants_to_hear_nothing_and_i
     await until(lambda: told)
     assert [result.code for result in told] == [Code.DENIED]
     running.cancel()
-    shard, running = opened(scheduler, rows)  # it starts again, and the run is still over
+    shard, running = opened(scheduler, rows)  # the shard starts again, and the run is still over
     await shard.recover()
     await asyncio.sleep(0.05)
     shard.commit()

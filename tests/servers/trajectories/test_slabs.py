@@ -1,4 +1,4 @@
-"""What a record refers to in a slab is never written again, and a slab is of use to one worker only."""
+"""Bytes in a slab that a record refers to are never overwritten, and only one worker can use a slab."""
 
 import errno
 import mmap
@@ -35,7 +35,7 @@ def ask(number: int, *held: str, worker: WorkerId = ME, host: str | None = None)
 
 
 class Shard:
-    """Gives slabs, whose folder is elsewhere for the worker if that is said."""
+    """Hand out slabs; with ``elsewhere``, report that folder to the worker."""
 
     def __init__(self, of: Slabs, *, elsewhere: Path | None = None) -> None:
         self._of, self._elsewhere = of, elsewhere
@@ -52,7 +52,7 @@ def key(number: int) -> Key:
 
 
 def write(folder: Path, name: str, offset: int, data: bytes) -> Place:
-    """As a worker does, through a map of its own."""
+    """Write as a worker does, through a separate map."""
     with (folder / "slabs" / name).open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         mapped[offset : offset + len(data)] = data
     return Place(slab=name, offset=offset, nbytes=len(data))
@@ -122,7 +122,7 @@ def test_without_room_there_is_no_slab_and_idle_ones_make_room_first(tmp_path: P
     of = slabs(tmp_path)
     first = of.give(ask(1), MB)
     assert of.give(ask(2, first.name), MB - 1).name == ""
-    of.give(ask(3), ROOM)  # ``first`` again: nobody holds it
+    of.give(ask(3), ROOM)  # ``first`` is handed out again, because it is free
     of.lose(ME)
     other = of.give(ask(1, worker=OTHER), MB)
     assert os.listdir(tmp_path / "slabs") == [other.name]
@@ -158,14 +158,14 @@ def test_a_worker_that_pushes_nothing_of_what_it_has_gets_no_more(tmp_path: Path
     of.expect(names[0])
     of.hold(key(1), names[1])
     assert [get(number) for number in range(40, 44)] == [True, True, False, False]
-    assert of.give(ask(44), ROOM).name in names  # what it has done with counts no more
+    assert of.give(ask(44), ROOM).name in names  # slabs that the worker has finished with no longer count
 
 
 @pytest.mark.parametrize(("map_mb", "group_mb"), [(256, 0.501), (4096, 8.01)])
 async def test_the_groups_of_one_push_find_slabs_however_they_fill_them(
     tmp_path: Path, map_mb: int, group_mb: float
 ) -> None:
-    """Of each slab one byte more than half can be used."""
+    """Groups fill one byte more than half of each slab."""
     of = Slabs(tmp_path / "slabs", map_bytes=map_mb * MB)
     shard: Any = Shard(of)
     writer, data = SlabWriter(shard, ME), bytes(int(group_mb * MB))
@@ -276,7 +276,7 @@ def test_after_a_restart_no_push_is_read_from_a_slab_that_its_worker_may_not_hav
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         saved = path.read_bytes()
         path.unlink()
-        path.write_bytes(saved)  # as a backup that is put back
+        path.write_bytes(saved)  # like a restored backup
         after = slabs(tmp_path)
         assert after.find(key(1), name, stored.offset, stored.nbytes)
         mapped[64:71] = b"payload"

@@ -1,4 +1,4 @@
-"""A slab that a push names stays as it is from when the push is taken in, whatever comes before its commit."""
+"""A slab that a push names stays unchanged from the arrival of the push until its commit, whatever comes between."""
 
 import asyncio
 from collections.abc import Sequence
@@ -38,19 +38,19 @@ Step = tuple[str, WorkerId, int, int]
 MB = 1 << 20
 NBYTES = 64
 ALL = 10**9
-"""Writes that a full store refuses."""
+"""Number of writes that a full store refuses."""
 WORKERS = [WorkerId("rollout-0.1"), WorkerId("rollout-1.1")]
 
 
 class Scheduler:
-    """Takes every push at once."""
+    """Accept every push at once."""
 
     def add(self, op: Op, then: Then) -> None:
         then(Result())
 
 
 class Store(MemoryStore):
-    """One that can be full, for so many writes."""
+    """A store that is full for the next ``refuses`` writes."""
 
     refuses = 0
 
@@ -62,7 +62,7 @@ class Store(MemoryStore):
 
 
 class World:
-    """A shard with room for few slabs, and workers that write over every byte of a slab that they are given."""
+    """A shard with room for few slabs, and workers that overwrite every byte of each slab they get."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class World:
         )
         self.given: dict[WorkerId, list[str]] = {worker: [] for worker in WORKERS}
         self.taken = 0
-        """Pushes that the shard took in."""
+        """Pushes that the shard accepted."""
         self.told: list[Code | None] = []
-        """Their answers."""
+        """Replies to these pushes."""
         self._asked = self._places = 0
 
     def get(self, worker: WorkerId, held: Sequence[str] = ()) -> str:
@@ -102,7 +102,7 @@ class World:
         return name
 
     def push(self, worker: WorkerId, number: int, name: str = "") -> None:
-        """In frames without ``name``; not at all when that slab is gone."""
+        """Push a group in the slab ``name``, or in frames without one; skip the push if the slab is gone."""
         data, offset = data_of(number), 0
         if name:
             self._places += 1
@@ -120,12 +120,12 @@ class World:
             self.shard.forget(held.key)
 
     def check(self) -> None:
-        """Every group that is held has the bytes that were pushed."""
+        """Check that every stored group has the bytes that were pushed."""
         for held in self.shard.holdings:
             assert bytes(self.shard.view_payload(held)) == data_of(held.key.group)
 
     def end(self) -> None:
-        """Every push has its answer, and once the last group is forgotten nothing holds a slab."""
+        """Check that every push has its reply, and that no slab is in use once all groups are forgotten."""
         self.store.refuses = 0
         self.shard.commit()
         self.check()
@@ -136,7 +136,8 @@ class World:
         for worker in WORKERS:
             self.slabs.lose(worker)
         counts = self.slabs.counts()
-        assert (counts["holding"], counts["files"]) in ((0, 0), (0, 1))  # the shard's own slab stays, to be written
+        # the shard's own slab remains, ready to be written
+        assert (counts["holding"], counts["files"]) in ((0, 0), (0, 1))
 
     def _write(self, name: str, offset: int, data: bytes) -> None:
         with (self.folder / name).open("r+b") as file, mmap(file.fileno(), 0) as mapped:
@@ -152,10 +153,10 @@ def data_of(number: int) -> bytes:
 
 
 def pushed(number: int, slab: str = "", offset: int = 0) -> Pushed:
-    """In a slab, or in frames."""
+    """A push in a slab, or in frames."""
     data = data_of(number)
     record = Record(
-        worker=WORKERS[0],  # the same key comes from the same worker, as far as the shard can tell
+        worker=WORKERS[0],  # for the shard, equal keys come from the same worker
         sha=sha256(data).hexdigest(),
         nbytes=NBYTES,
         truncated=False,
@@ -174,7 +175,7 @@ def test_a_slab_with_a_push_that_waits_for_its_commit_makes_no_room_for_another(
     first = world.get(me)
     named = world.get(me, [first])
     world.push(me, 1, named)
-    assert world.get(me) == first  # which is empty; of the other one it says that it writes there no more
+    assert world.get(me) == first  # ``first`` is empty; the worker reports that it no longer writes to the other slab
     while world.get(other, world.given[other]):
         pass
     world.shard.commit()
@@ -221,7 +222,7 @@ def test_a_push_again_of_what_is_still_to_be_deleted_waits_until_that_is_gone(tm
     world.shard.commit()
     world.forget(1)
     world.push(me, 1, world.get(me, [first]))
-    world.store.refuses = 1  # the delete; by the push that follows it there is room
+    world.store.refuses = 1  # the delete fails; the push that follows finds room
     world.shard.commit()
     assert world.told == [None, Code.BUSY]
     world.push(me, 1, world.given[me][-1])
@@ -232,7 +233,7 @@ def test_a_push_again_of_what_is_still_to_be_deleted_waits_until_that_is_gone(tm
 
 async def test_a_push_again_of_a_damaged_record_leaves_nothing_of_what_was_there(tmp_path: Path) -> None:
     store, key, (me, _) = Store(TABLES), key_of(1), WORKERS
-    before = TrajectoryStore(store, map_bytes=MB)  # which had no room for a slab
+    before = TrajectoryStore(store, map_bytes=MB)  # had no room for a slab
     before.write_pushes([pushed(1)])
     before.write_columns([Columns(key, REWARD, {REWARD_COLUMN: np.ones(1, np.float32)})])
     with store.write() as txn:
@@ -243,7 +244,7 @@ async def test_a_push_again_of_a_damaged_record_leaves_nothing_of_what_was_there
     again = World(tmp_path, store=store)
     again.check()
     assert [(held.key, held.done) for held in again.shard.holdings] == [(key, {})]
-    assert again.shard.retainable() == []  # it is to be registered, and no damaged record is left
+    assert again.shard.retainable() == []  # the group awaits its registration, and no damaged record is left
     await again.shard.recover()
 
 

@@ -1,4 +1,4 @@
-"""A push under a lease that is another worker's: whose it is, the scheduler says; its holder is not told conflict."""
+"""The scheduler decides the holder of a lease that two workers push under; the holder gets no conflict."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tests.servers.running import payload
 
 
 class Scheduler:
-    """Away until ``answer``."""
+    """A scheduler that sends no reply until ``answer``."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Op, Then]] = []

@@ -1,4 +1,4 @@
-"""Stages of a graph at the shard: side by side where nothing is between them, and none that comes too late."""
+"""A shard runs independent stages of a graph side by side, and starts no stage too late for its group."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ DIAMOND: list[dict[str, Any]] = [
 
 @pytest.fixture
 async def run(make_run: Callable[..., Run]) -> Run:
-    """Reward, left and right from the start; mix after all of them."""
+    """A run with stages reward, left and right from the start, and mix after all of them."""
     run = make_run(stage=DIAMOND)
     run.scheduler()
     run.trajectories()
@@ -78,13 +78,13 @@ async def totals(run: Run) -> dict[str, Any]:
 
 
 async def waiting(run: Run) -> dict[str, int]:
-    """Groups that wait for each stage or are in it."""
+    """Number of groups that wait for each stage or are in it."""
     status = await run.status(run.where.trajectories[0])
     return {stage: queue["waiting"] + queue["taken"] for stage, queue in status["queues"].items()}
 
 
 async def judged(run: Run, stage: str, name: str = "") -> list[GroupId]:
-    """One stage does all there is."""
+    """Finish every group that waits for one stage."""
     worker = StageWorker(run, name or f"{stage}-0", stage=stage)
     items, _ = await worker.take()
     assert {result.code for result in await worker.give(items, COLUMNS[stage])} == {None}
@@ -92,7 +92,7 @@ async def judged(run: Run, stage: str, name: str = "") -> list[GroupId]:
 
 
 def seen(items: list[StageItem], frames: list[memoryview]) -> dict[str, Array]:
-    """The stage columns of the first group of an answer."""
+    """Stage columns of the first group of a reply."""
     found = arrays(items[0].frames, frames[: len(items[0].frames)])
     return {name: array for name, array in found.items() if name.startswith("stage/")}
 
@@ -251,7 +251,7 @@ async def test_why_names_the_stage_that_groups_wait_in_and_how_many_workers_it_h
 
 
 class Ledger:
-    """Stands for a scheduler that has nothing against anything."""
+    """A scheduler that accepts every operation."""
 
     def __init__(self) -> None:
         self.ops: list[Op] = []
@@ -262,7 +262,7 @@ class Ledger:
 
 
 async def test_a_report_of_failing_workers_counts_the_groups_that_have_passed_their_stage() -> None:
-    """One group is past the stage left and waits for its reward, until it is given up."""
+    """One group has passed the stage left and waits for its reward, until it is given up."""
     stage = Stage(name="left", run="m:f", makes=["score"])
     registrar = Registrar(cast("Client", Ledger()))
     nodes = graph(Config(prompts=Prompts(), reward=Reward(run=""), stage=[stage]))

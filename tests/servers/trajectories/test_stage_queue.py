@@ -1,4 +1,4 @@
-"""The queue of one stage, without sockets and clocks."""
+"""The queue of one stage hands out tickets correctly, without sockets and clocks."""
 
 from typing import ClassVar
 
@@ -61,8 +61,9 @@ def test_a_ticket_lasts_for_what_its_worker_has_already() -> None:
     (second,) = queue.take("w", 1, now_s=10, seconds_each=3)
     assert (first.until_s, second.until_s) == (13, 16)
     queue.give_back([first, second])
-    assert [t.until_s for t in queue.take("w", 1, now_s=10, seconds_each=3)] == [13]  # what it gave back is not counted
-    assert [t.until_s for t in queue.take("x", 1, now_s=10, seconds_each=3)] == [13]  # nor what another one has
+    assert [t.until_s for t in queue.take("w", 1, now_s=10, seconds_each=3)] == [13]  # returned groups do not count
+    # nor do the groups of another worker
+    assert [t.until_s for t in queue.take("x", 1, now_s=10, seconds_each=3)] == [13]
 
 
 def test_a_group_that_is_lost_too_often_leaves_the_queue() -> None:
@@ -92,7 +93,7 @@ def test_a_forgotten_group_is_neither_handed_out_nor_finished() -> None:
 
 
 class Counting(Key):
-    """Counts how often a key is compared with another."""
+    """Key that counts its comparisons with other keys."""
 
     compared: ClassVar[int] = 0
     __hash__ = Key.__hash__
@@ -121,7 +122,7 @@ def test_a_group_that_one_worker_failed_goes_to_another_one() -> None:
     queue.ask("x")
     (ticket,) = queue.take("w", 1, now_s=0, seconds_each=1)
     assert fail(queue, ticket) is False
-    assert fail(queue, ticket) is None  # that ticket is over
+    assert fail(queue, ticket) is None  # that ticket has ended
     assert [t.key for t in queue.take("w", 2, now_s=1_000, seconds_each=1)] == [B]
     assert [t.key for t in queue.take("x", 2, now_s=0, seconds_each=1)] == [A]
 
@@ -158,7 +159,7 @@ def test_a_worker_that_fails_every_group_is_held_with_a_back_off_that_a_success_
     keys = [Key(GroupId(number), LeaseId(1)) for number in range(100)]
     queue, now_s = queue_of(*keys), 0.0
     queue.ask("healthy")
-    for ticket in queue.take("w", 8, now_s=now_s, seconds_each=99):  # all of one moment are one hold
+    for ticket in queue.take("w", 8, now_s=now_s, seconds_each=99):  # simultaneous failures cause one hold
         fail(queue, ticket, now_s=now_s)
     waits: list[float] = []
     (failing,) = queue.failing()

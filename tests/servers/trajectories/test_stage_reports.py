@@ -1,4 +1,4 @@
-"""A shard tells where its groups are for as long as it serves, whatever it is answered."""
+"""A shard reports the stages of its groups for as long as it serves, whatever replies it gets."""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +20,7 @@ MAP_BYTES = 8 << 20
 
 
 class Scheduler:
-    """Refuses all but every fourth report."""
+    """Refuses all reports but every fourth."""
 
     def __init__(self) -> None:
         self.asked = 0

@@ -1,4 +1,4 @@
-"""When workers had groups: lines in a bounded file, which a process never ends for."""
+"""The times at which workers had groups are lines in a bounded file, and a failure to write never ends the process."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.servers.trajectories.scarce import no_descriptor
 
 
 def line(times: StageTimes, number: int) -> None:
-    """One that says when worker ``w`` had a group."""
+    """Write the line for one group of worker ``w``."""
     times.started("reward", [Ticket(number, Key(GroupId(number), LeaseId(1)), "w", 0.0)], float(number))
     times.finished("reward", "w", [number], number + 0.5)
 
@@ -25,7 +25,7 @@ def began(path: Path) -> list[float]:
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a file that begins anew after every second line."""
+    """Path of a file that is rotated after every second line."""
     monkeypatch.setattr(stage_times, "MAX_BYTES", 100)
     return path_of(tmp_path, 0)
 

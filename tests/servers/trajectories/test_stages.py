@@ -1,4 +1,4 @@
-"""Stage workers that come, answer, fail and vanish."""
+"""A shard keeps its groups safe while stage workers come, reply, fail and vanish."""
 
 import asyncio
 import time
@@ -40,7 +40,7 @@ from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, eventually
 
 
 async def pushed(run: Run, count: int = 2) -> Rollout:
-    """So many groups wait for the stage."""
+    """Push ``count`` groups, which then wait for the stage."""
     trainer = await run.trainer()
     await trainer.publish(0, WEIGHTS)
     rollout = await run.rollout()
@@ -100,8 +100,8 @@ async def test_a_take_whose_answer_was_lost_gets_the_same_groups_again(run: Run)
 
     first = await take(8)
     assert (len(first), await take(8)) == (1, first)
-    assert await take(7) == []  # an echo of what was answered long ago takes nothing
-    second = await take(9)  # who asks for more has not got what it did not finish
+    assert await take(7) == []  # an echo of a request that was answered long ago takes nothing
+    second = await take(9)  # a worker that requests more has not received the groups it did not finish
     assert [group for group, _ in second] == [group for group, _ in first]
     assert second != first
     assert (await take(8), await take(9)) == ([], second)
@@ -119,15 +119,15 @@ async def test_an_answer_has_no_more_bytes_than_are_asked_for_but_for_its_first_
         assert (len(work.items), len(frames)) == (groups, groups)
         taken = work.items
     await rollout.push(*(await rollout.leases(1))[:1])
-    rest, _ = await stage.take(held=taken)  # what an answer had no room for was waiting again
+    rest, _ = await stage.take(held=taken)  # groups that did not fit into a reply were waiting again
     assert {r.code for r in await stage.finish([*taken, *rest])} == {None}
 
 
 async def test_a_newer_question_of_a_worker_ends_the_one_before(run: Run) -> None:
-    """The worker has given the older one up: groups that answered it would be read by nobody."""
+    """The worker has given up the older request, so no one would read groups sent in reply to it."""
     stage = StageWorker(run)
     older = asyncio.create_task(stage.take(wait_ms=20_000))
-    await stage.client.ask(GetStatus(), Status)  # behind it
+    await stage.client.ask(GetStatus(), Status)  # arrives behind the request
     newer = asyncio.create_task(stage.take(wait_ms=20_000))
     async with asyncio.timeout(10):
         assert await older == ([], [])
@@ -182,7 +182,7 @@ async def test_a_worker_that_asks_for_more_keeps_what_it_names_and_loses_what_it
 
 
 class Slow:
-    """Rewards every group at once but for the first that it gets."""
+    """Reward every group at once except the first."""
 
     together: ClassVar[bool] = False
 
@@ -216,7 +216,7 @@ async def test_of_two_that_wait_the_one_with_fewer_groups_is_served_first(run: R
     busy, idle = StageWorker(run, "reward-0"), StageWorker(run, "reward-1")
     items, _ = await busy.take()
     first = asyncio.create_task(busy.take(held=items))
-    await busy.client.ask(GetStatus(), Status)  # behind what it asked for
+    await busy.client.ask(GetStatus(), Status)  # arrives behind its request
     second = asyncio.create_task(idle.take())
     await idle.client.ask(GetStatus(), Status)
     await rollout.push(*(await rollout.leases(1))[:1])
@@ -227,7 +227,7 @@ async def test_of_two_that_wait_the_one_with_fewer_groups_is_served_first(run: R
 
 
 async def test_an_echo_of_a_worker_that_was_gone_for_a_while_takes_nothing(run: Run) -> None:
-    """One that was stopped sends its call again as it goes on, reads the answer right after, and forgets the other."""
+    """A stopped worker resends its call when it resumes, reads the reply right after, and ignores the second reply."""
     await pushed(run)
     peer = RawPeer(zmq.DEALER)
     peer.zmq.set(zmq.ROUTING_ID, b"reward-0.1/0")
@@ -271,7 +271,7 @@ async def test_equal_rewards_are_filtered_and_the_payload_goes(run: Run) -> None
 async def test_without_a_filter_equal_rewards_are_occupied(
     make_run: Callable[..., Run], section: dict[str, dict[str, Any]]
 ) -> None:
-    """None was chosen, or the advantage is against the batch and needs none."""
+    """Either no filter was chosen, or the advantage is relative to the batch and needs none."""
     run = make_run(**section)
     run.scheduler()
     run.trajectories()
@@ -303,7 +303,7 @@ async def test_a_group_that_every_worker_fails_is_released(run: Run) -> None:
 
 
 async def test_no_group_is_lost_to_a_worker_that_fails_everything_at_once(run: Run) -> None:
-    """Its judge cannot be reached, say: it is free sooner than the other one, always."""
+    """If its judge is unreachable, for example, the failing worker is always free sooner than the other one."""
     rollout = await pushed(run, count=4)
     stages, failed, done = [StageWorker(run, name) for name in ("broken-0", "good-0")], 0, set[int]()
     broken, good = stages
@@ -358,7 +358,7 @@ async def test_a_worker_that_fails_everything_is_named_with_its_reason(
 async def test_a_pause_of_the_shard_ends_no_ticket(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the worker finished in the meantime is read after the clock has passed the end of its tickets."""
+    """The shard reads the worker's results after the clock has passed the end of its tickets."""
     monkeypatch.setattr(trajectories, "STAGE_SLACK_S", 0.3)
     run = make_run(reward={"timeout_s": 0.1, "retries": 0})
     run.scheduler()
@@ -369,7 +369,7 @@ async def test_a_pause_of_the_shard_ends_no_ticket(
     items, _ = await stage.take()
     await asyncio.sleep(0.1)
     time.sleep(2.5)  # noqa: ASYNC251 - the pause: each of the two tickets lasts for a second
-    await asyncio.sleep(0.3)  # the shard looks at its tickets before it reads what came
+    await asyncio.sleep(0.3)  # the shard checks its tickets before it reads new messages
     assert {r.code for r in await stage.finish(items)} == {None}
 
 
@@ -400,7 +400,7 @@ async def test_a_ticket_that_is_late_without_a_pause_ends(
 )
 async def test_columns_that_are_none_release_the_group(run: Run, column: str, values: np.ndarray, says: str) -> None:
     await pushed(run, count=1)
-    for name in ("reward-0", "reward-1"):  # another worker tries it before it is given up
+    for name in ("reward-0", "reward-1"):  # a second worker tries the group before it is given up
         stage = StageWorker(run, name)
         items, _ = await stage.take()
         specs, frames = specs_and_frames({column: values})

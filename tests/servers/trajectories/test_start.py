@@ -1,4 +1,4 @@
-"""A server that cannot serve says why in one line, with exit code 2, and leaves everything as it was."""
+"""A server that cannot serve prints the reason in one line, exits with code 2, and changes nothing."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Bugs that somebody might write one day, each planted into the shipped code for the length of a ``with``."""
+"""Plausible future bugs, each planted into the shipped code for the duration of a ``with`` block."""
 
 # pyright: reportPrivateUsage=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
 
@@ -41,12 +41,12 @@ from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.slabs import Slabs
 
 Change = Callable[[Any], Any]
-"""The real function -> the wrong one."""
+"""Maps the real function to the wrong one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One bug: where it is, what it does instead, the faults that bring it out, and the rules that may name it."""
+    """One bug: the function it replaces, the replacement, the faults that expose it, the rules that may report it."""
 
     name: str
     where: Any
@@ -54,14 +54,14 @@ class Mutant:
     change: Change
     rules: frozenset[str]
     kinds: tuple[str, ...] = ()
-    """Faults of its run; empty: those of the seed."""
+    """Faults of its run; if empty, the faults that the seed plans."""
     every_s: float = 0.7
     seed: int = 1
     events: int = 800
 
     @contextmanager
     def planted(self) -> Generator[None]:
-        """The bug is there."""
+        """Plant the bug while the context is open."""
         wrong = self.change(getattr(self.where, self.function))
         with mock.patch.object(self.where, self.function, wrong):
             yield
@@ -163,7 +163,7 @@ def _second_push(real: Any) -> Any:
 
 
 def pushed_effect(event: Any) -> Any:
-    """The effect of a push that never happened."""
+    """Effect of a push that never happened."""
     return Pushed(
         group=event.group,
         lease=event.lease,

@@ -1,4 +1,4 @@
-"""A version that is damaged before anybody has loaded it, where no other can follow it: only its trainer has it."""
+"""The trainer republishes a version that is damaged before any load and blocks all later ones: no other copy exists."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from staleflow.sim.faults.plan import plan_of
 from staleflow.sim.faults.run import run_plan
 
 ON_POLICY = 12
-"""A seed whose bound is 0: nothing is generated until the newest version is loaded."""
+"""A seed with bound 0: no tokens are generated until the newest version is loaded."""
 
 
 def test_a_newest_version_that_nobody_can_load_is_published_again() -> None:

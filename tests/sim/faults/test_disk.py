@@ -1,4 +1,4 @@
-"""Simulated disks: what is committed stays, what is not does not, and every fault of a disk is there."""
+"""A simulated disk keeps committed data, drops uncommitted data, and can produce every fault of a real disk."""
 
 import random
 from collections.abc import Callable

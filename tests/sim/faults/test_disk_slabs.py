@@ -1,4 +1,4 @@
-"""Slabs of a simulated disk: a changed or lost file is known by the payloads that lie in it, and by no others."""
+"""Only the payloads in a changed or lost slab file of a simulated disk count as damaged."""
 
 import hashlib
 import random
@@ -16,7 +16,7 @@ from staleflow.sim.virtual import Conductor, Process
 
 BLOB_BYTES = 600
 SLAB_BYTES = 1024
-"""One payload fills it."""
+"""Size that one payload fills."""
 
 
 def pushed(number: int) -> Pushed:
@@ -43,7 +43,7 @@ def opened(disk: Disk, folder: Path) -> TrajectoryStore:
 
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
-    """Two payloads, each in a slab of its own."""
+    """A disk with two payloads, each in its own slab."""
     monkeypatch.setattr(slab_files, "MIN_SLAB_BYTES", SLAB_BYTES)
     monkeypatch.setattr(slab_files, "MAX_SLAB_BYTES", SLAB_BYTES)
     disk = Disk(Conductor(), random.Random(1), tmp_path / "slabs")
@@ -54,7 +54,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def shas(disk: Disk) -> set[int]:
-    """Groups whose payload lies there as it was pushed."""
+    """Groups whose payload on the disk equals the pushed one."""
     return {group for (group, _), sha in disk.payload_shas().items() if sha == pushed(group).record.sha}
 
 
@@ -75,7 +75,7 @@ def test_what_is_stored_in_a_file_that_is_lost_already_is_lost(disk: Disk, tmp_p
     disk.lose_slab(path, "emptied")
     store.delete([pushed(3).key])
     assert disk.flipped == {(3, 3)}
-    store.write_pushes([pushed(4)])  # the shard still has the old file mapped, and writes there once more
+    store.write_pushes([pushed(4)])  # the shard still has the old file mapped, and writes into it once more
     assert disk.flipped == {(3, 3), (4, 4)}
     assert shas(disk) == {1, 2}
 

@@ -1,4 +1,4 @@
-"""Threads of virtual processes: they wait in virtual time, and a killed process's thread runs no line more."""
+"""Threads of virtual processes wait in virtual time, and a killed process's threads run no further line."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Can the simulation see anything? Bugs are planted into the shipped code, and a rule must name each of them."""
+"""The simulation detects bugs: each bug planted into the shipped code is reported by one of its rules."""
 
 from dataclasses import replace
 
@@ -9,10 +9,10 @@ from staleflow.sim.faults.run import run_plan
 from tests.sim.faults.mutants import MUTANTS, Mutant
 
 TRIES = 12
-"""Seeds, of which one must bring the bug out: what a seed does changes whenever the shipped code does."""
+"""Number of seeds, one of which must expose the bug. The effect of a seed changes whenever the shipped code does."""
 
 
-@pytest.mark.timeout(900)  # up to ``TRIES`` seeds, perhaps on a shared processor
+@pytest.mark.timeout(900)  # up to ``TRIES`` seeds, possibly on a shared processor
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
 def test_a_planted_bug_is_named_by_a_rule(mutant: Mutant) -> None:
     seen: list[list[tuple[str, str]]] = []
@@ -23,7 +23,7 @@ def test_a_planted_bug_is_named_by_a_rule(mutant: Mutant) -> None:
         with mutant.planted():
             seen.append(run_plan(plan, mutant.events).violations)
         if {rule for rule, _ in seen[-1]} & mutant.rules:
-            if mutant.kinds:  # the plans of seeds are run as they are by test_seeds
+            if mutant.kinds:  # test_seeds runs the unmodified plans of seeds
                 assert run_plan(plan, mutant.events).violations == [], "the same run without the bug"
             return
     pytest.fail(f"no rule of {', '.join(sorted(mutant.rules))} named it: {[found[:3] for found in seen]}")

@@ -1,4 +1,4 @@
-"""The simulated network under the shipped endpoint and client: what it does to messages, and that calls survive it."""
+"""Calls of the shipped endpoint and client survive every fault that the simulated network applies to messages."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ CALLS = 40
 
 
 class Place:
-    """A server that answers every call, and a client that makes ``CALLS`` of them, a tenth of a second apart."""
+    """A server that replies to every call, and a client that makes ``CALLS`` of them, a tenth of a second apart."""
 
     def __init__(self) -> None:
         self.conductor = Conductor()
@@ -53,7 +53,7 @@ class Place:
         self.server = self._spawn("server", self._serve)
 
     def run(self) -> int:
-        """The calls that the client has had answered when it has all, or after two minutes."""
+        """Run until every call has its reply, for two minutes at most; return the number of replies."""
         self.conductor.run(lambda: not self.client.alive or self.conductor.now_s > BEGIN_S + 120)
         self.conductor.close()
         return len(self.answered)
@@ -70,7 +70,7 @@ def test_calls_survive_loss_doubles_and_overtaking() -> None:
     place.network.weather = Weather(loss=0.3, double=0.3, reorder=0.3, delay_s=0.05)
     assert place.run() == CALLS
     counts = place.network.counts
-    assert place.calls > CALLS  # doubled and asked again: an endpoint answers each
+    assert place.calls > CALLS  # duplicated and repeated requests: an endpoint replies to each
     assert [name for name in ("lost", "doubled", "reordered") if counts[name] < 5] == []
 
 

@@ -1,7 +1,7 @@
-"""Twenty runs full of faults: nothing acknowledged is lost, nothing wrong is served, nothing stands still.
+"""In twenty runs full of faults, no acknowledged data is lost, no wrong data is served, and no run stalls.
 
-Each run is the shipped servers and clients in virtual time. On failure: the seed, the command that shows it again, and
-the story of the group. ``make soak`` runs the same with far more events.
+Each run consists of the shipped servers and clients in virtual time. A failure prints the seed, the command that
+reproduces it, and the story of the group. ``make soak`` runs the same test with far more events.
 """
 
 import functools
@@ -21,7 +21,7 @@ from staleflow.trace.audit.state import Rule as AuditRule
 
 SEEDS = range(1, 21)
 EVENTS = 10_000
-"""Lines of the trace after which the faults of a run stop."""
+"""Number of trace lines after which the faults of a run stop."""
 CODES = ("stale_lease", "duplicate", "fenced", "busy", "bad_version", "stale", "malformed")
 ROLES = ("scheduler", "trajectories", "parameters", "rollout", "stage", "trainer", "relay")
 WAYS = ("near: mapped", "far: mapped", "far: over the network")
@@ -29,7 +29,7 @@ WAYS = ("near: mapped", "far: mapped", "far: over the network")
 pytestmark = [
     pytest.mark.xdist_group("faults"),
     pytest.mark.timeout(900),
-]  # a seed needs 30 s of a processor, perhaps a shared one
+]  # a seed needs 30 s of a processor, which may be shared
 
 
 @functools.cache

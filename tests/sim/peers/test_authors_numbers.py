@@ -1,9 +1,9 @@
-"""What the StaleFlow authors' simulator says of three rules, on its timing, is what these presets say.
+"""The presets of three rules reproduce the results of the StaleFlow authors' simulator, with its timing.
 
 psrl-project/DryRun-RL, 60 steps: 8 engines, 64 groups of one trajectory a batch, lognormal(7.2, 0.9) tokens up to
-16,384, prompts of 512, 12.4 ms a step whatever runs, a trainer of 20 s, weights everywhere at once when a step begins.
-Over seeds 0, 1, 2 and 42 it gave at a bound of 1: PSRL 0.835, 0.767, 0.809, 0.787 steps a minute; AReaL 2.954 to 2.962
-with groups 10 versions old; ROLL 2.954 to 2.962 with 17.1 to 17.6 % of its trajectories thrown away.
+16,384, prompts of 512, 12.4 ms a step at any load, a trainer of 20 s, weights on all engines when a step starts. Over
+seeds 0, 1, 2 and 42, its results at a bound of 1 were: PSRL 0.835, 0.767, 0.809, 0.787 steps a minute; AReaL 2.954 to
+2.962 with groups 10 versions old; ROLL 2.954 to 2.962 with 17.1 to 17.6 % of its trajectories discarded.
 """
 
 import math
@@ -42,7 +42,7 @@ def ran(name: str, of: Config) -> PeerRun:
 
 
 def steps_per_min(run: PeerRun) -> float:
-    """As theirs: with the first batch's time."""
+    """Steps a minute by the authors' definition, which includes the time of the first batch."""
     return 60 * len(run.rows) / run.rows[-1].ended_s
 
 

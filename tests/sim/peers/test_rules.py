@@ -1,4 +1,4 @@
-"""Each peer's rule in a sentence, on a workload whose long trajectories take several steps of the trainer."""
+"""Each peer follows its documented rule on a workload whose long trajectories take several steps of the trainer."""
 
 from contextlib import closing
 from itertools import pairwise
@@ -91,7 +91,7 @@ def test_every_token_is_trained_or_lost_or_filtered_or_still_there(name: str) ->
     generated = sum(replica.engine.state().generated for replica in pool.replicas)
     begun = sum(len(group.samples) for group in pool.started)
     assert pool.filtered_tokens > 0
-    # a sample that is aborted leaves at the end of the step that runs, with one token more
+    # an aborted sample leaves at the end of the current step, with one more token
     assert 0 <= generated - (trained + there + pool.lost_tokens + pool.filtered_tokens) <= begun
 
 
@@ -163,7 +163,7 @@ def test_psrl_trains_what_the_shipped_service_trains(publish: str, bound: int, t
     with closing(World(of, tmp_path)) as world:
         world.run()
     theirs = [[member.group for member in step.batch.members] for step in world.trainer.trained]
-    # within a batch the order is that of finishing; engines that load one after the other may change it by a step
+    # within a batch, groups finish in any order: engines that load one after the other may shift it by a step
     assert [sorted(group.id for group in batch) for batch in run.pool.steps] == [sorted(batch) for batch in theirs]
     assert [row.ended_s for row in run.rows] == pytest.approx(
         [step.ended_s for step in world.trainer.trained], abs=0.05
@@ -178,7 +178,7 @@ def test_areal_begins_up_to_the_bound_plus_version_plus_one_batches_and_no_group
     run = ran("areal", tail(max_staleness=bound))
     room = [group.number - (bound + group.version + 1) * 4 for group in run.pool.started]
     assert max(room) == 0
-    assert room.count(0) == 40  # and all of them, at each version
+    assert room.count(0) == 40  # the limit is reached at every version
 
 
 def test_areal_trains_the_groups_that_began_first_of_those_that_are_done() -> None:

@@ -1,4 +1,4 @@
-"""The auditor agrees with what really happened, sees what was changed, and agrees with the independent one."""
+"""The auditor accepts true traces, detects forged ones, and agrees with the independent auditor."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ SEEDS = range(12)
 
 
 def independent(path: Path) -> dict[str, Any] | None:
-    """What the auditor that knows nothing of this product says; None where it is not at hand."""
+    """Return the report of the auditor that shares no code with the product; None if that auditor is not installed."""
     if not INDEPENDENT.exists():
         return None
     done = subprocess.run([sys.executable, str(INDEPENDENT), str(path)], capture_output=True, text=True, check=False)
@@ -30,7 +30,7 @@ def independent(path: Path) -> dict[str, Any] | None:
 
 
 def chained(lines: list[dict[str, Any]]) -> bytes:
-    """Lines with fresh numbers and hashes: a forgery that the file rules cannot see."""
+    """Return lines with new numbers and hashes: a forgery that the file rules cannot detect."""
     previous, out = "0" * 16, b""
     for seq, line in enumerate(lines, 1):
         plain = {key: value for key, value in line.items() if key != "h"} | {"seq": seq}
@@ -227,7 +227,7 @@ def test_an_empty_trace_has_nothing_to_check(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", [seed for seed in SEEDS if seed % 3 == 0])
 def test_a_group_that_nobody_leased_is_a_violation_and_no_crash(tmp_path: Path, seed: int) -> None:
-    """Whatever comes of it later: a rollback, say, or the end of its batch."""
+    """Later lines about the group, such as a rollback or the end of its batch, must not crash the auditor either."""
     lines = [json.loads(line) for line in history(tmp_path, seed).read_bytes().splitlines()]
     reserves = [place for place, line in enumerate(lines) if line["ev"] == "reserve"]
     path = tmp_path / "forged.jsonl"

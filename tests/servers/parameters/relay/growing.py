@@ -1,4 +1,4 @@
-"""Relays of a run, grown one by one, and readers of them."""
+"""Relays of a run, added one by one, and their readers."""
 
 import asyncio
 import subprocess
@@ -36,7 +36,7 @@ class Grown:
         self.stops: dict[str, tuple[Stop, asyncio.Task[None]]] = {}
 
     async def grow(self, name: str, *, mb_per_s: float = 0.0) -> None:
-        """One relay more, in the tree when this returns."""
+        """Add a relay; it is in the tree when this returns."""
         stop, where = Stop(), self.run.where.scheduler
         serving = serve_until(stop, self.run.config, self.run.run_dir, name, where, mb_per_s=mb_per_s)
         self.stops[name] = stop, asyncio.ensure_future(serving)
@@ -46,7 +46,7 @@ class Grown:
         return any(str(known["relay"]).startswith(name) for known in await self.tree())
 
     async def is_another(self, name: str, worker: str) -> bool:
-        """The dead one is forgotten, and one of its name is there."""
+        """Return True once the dead relay is forgotten and another relay has its name."""
         there = [str(known["relay"]) for known in await self.tree()]
         return len(there) == 1 and there[0].startswith(name) and there[0] != worker
 
@@ -72,7 +72,7 @@ class Grown:
         return puller
 
     async def client(self, name: str) -> Client:
-        """To a relay."""
+        """Return a client of a relay."""
         return self.run.client(await self.endpoint(name), WorkerId("reader.9"))
 
 

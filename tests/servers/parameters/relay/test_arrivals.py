@@ -1,4 +1,4 @@
-"""What a relay does with the memory of a version while threads are still at work on it: nothing."""
+"""A relay does not touch the memory of a version while threads still work on it."""
 
 # pyright: reportPrivateUsage=false
 
@@ -44,13 +44,13 @@ from tests.servers.parameters.crowded import holds
 
 BASE, NEXT = VersionKey(Lineage(0), Version(0)), VersionKey(Lineage(0), Version(1))
 HALF = 4032
-"""Bytes of each of two tensors, without a gap."""
+"""Bytes of each of two adjacent tensors."""
 DATA = {key: bytes([7 + key.version]) * 2 * HALF for key in (BASE, NEXT)}
 EQUAL = DATA[BASE][:HALF] + DATA[NEXT][HALF:]
-"""A next version whose first tensor has not changed."""
+"""A next version whose first tensor is unchanged."""
 WORKER = WorkerId("relay-0.1")
 TURNS = 200
-"""Of the loop: many more than lie between the end of one source and the first question to the next."""
+"""Turns of the event loop: many more than pass between the end of one source and the first request to the next."""
 
 
 def manifest_of(data: bytes) -> Manifest:
@@ -59,14 +59,14 @@ def manifest_of(data: bytes) -> Manifest:
 
 
 class Above(Client):
-    """Gives ``data`` as the next version, which ``wanted`` is, without a network, and is gone once ``gone`` is set."""
+    """Serve ``data`` as the next version without a network until ``gone`` is set; ``wanted`` has the right bytes."""
 
     def __init__(self, address: str, data: bytes, wanted: bytes) -> None:
         super().__init__(address, worker=WORKER)
         self.data = data
         self.wanted = wanted
         self.most = len(data)
-        """From there on it gives nothing."""
+        """Offset at which this source stops serving."""
         self.has_base = False
         self.gone = asyncio.Event()
         self.asked = list[GetChunk]()
@@ -96,7 +96,7 @@ class Above(Client):
 
 
 class Relay:
-    """Version 0 is here. ``first`` is asked for the next one, then ``root``."""
+    """A relay that stores version 0 and requests the next one from ``first``, then from ``root``."""
 
     def __init__(
         self,
@@ -131,13 +131,13 @@ class Relay:
         self.arrivals = Arrivals(versions, self.deltas, self.upstream, self.pins, start, keep_versions=keep_versions)
 
     def slow(self) -> None:
-        """A delta is tried, which the first has."""
+        """Make the relay try a delta, which ``first`` has."""
         self.upstream.ways.whole_took(1, 1.0)
         self.first.has_base = True
 
 
 class Thread:
-    """Keeps the first call of a function in its thread, once it has begun, until ``go``."""
+    """Block the first call of a function in its thread, once it has started, until ``go``."""
 
     def __init__(self, work: Callable[..., Any], *, works_first: bool) -> None:
         self._work = work
@@ -170,7 +170,7 @@ async def test_the_next_source_writes_only_when_the_copy_for_the_last_one_has_en
         relay.slow()
         coming = tasks.create_task(relay.arrivals.stored(NEXT))
         await copy.begun.wait()
-        relay.upstream.ways.whole_took(1 << 40, 1.0)  # the next source is asked for all of it
+        relay.upstream.ways.whole_took(1 << 40, 1.0)  # the relay requests the whole version from the next source
         relay.first.gone.set()
         for _ in range(TURNS):
             await asyncio.sleep(0)
@@ -178,14 +178,14 @@ async def test_the_next_source_writes_only_when_the_copy_for_the_last_one_has_en
         copy.go()
         stored = await coming
     assert asked_meanwhile == []
-    assert relay.root.asked == []  # what the first gave was right
+    assert relay.root.asked == []  # the bytes of the first source were right
     assert stored.path.read_bytes() == DATA[NEXT]
 
 
 async def test_the_next_source_writes_over_nothing_that_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the last one gave turns out right when it is gone; what the next one gives of that is damaged."""
+    """The last source's bytes prove right after its loss; the next source sends damaged bytes for the same span."""
     monkeypatch.setattr(weights, "CHUNK_BYTES", HALF)
     look = Thread(is_right, works_first=True)
     monkeypatch.setattr(relay_arrivals, "is_right", look)
@@ -217,7 +217,7 @@ async def test_the_time_of_a_copy_is_not_that_of_the_source(tmp_path: Path, monk
         coming = tasks.create_task(relay.arrivals.stored(NEXT))
         await equal.begun.wait()
         arrival = await relay.arrivals._arrival(NEXT)
-        await arrival.verified(HALF, HALF)  # all that the source has to give is here
+        await arrival.verified(HALF, HALF)  # all bytes that the source can serve have arrived
         for _ in range(TURNS):
             await asyncio.sleep(0)
         relay.first.gone.set()
@@ -276,7 +276,7 @@ async def test_a_span_that_somebody_reads_keeps_its_bytes(tmp_path: Path, monkey
         relay.slow()
         relay.first.most = HALF
         new = await relay.arrivals.span(ask)
-        assert isinstance(new, memoryview)  # the version is not whole
+        assert isinstance(new, memoryview)  # the version is incomplete
         made = await relay.deltas.make(ask, relay.versions.stored[BASE], new)
         got = bytearray(DATA[BASE][: HALF // 2])
         apply(made, memoryview(got))

@@ -1,4 +1,4 @@
-"""Deltas through relays, and readers whose relay fails them."""
+"""Relays pass deltas on, and readers survive a relay that fails."""
 
 import asyncio
 from collections.abc import Callable
@@ -42,7 +42,7 @@ async def test_a_delta_of_a_tensor_is_given_before_the_whole_version_is_here(
     monkeypatch.setattr(ParameterService, "_later_delta", late)
     await grown.grow("relay-0", mb_per_s=50.0)
     client = await grown.client("relay-0")
-    await client.ask(manifest_of(0, host=RELAY_HOST), ManifestReply)  # the base is there
+    await client.ask(manifest_of(0, host=RELAY_HOST), ManifestReply)  # the base is stored
     after = {name: array.copy() for name, array in LARGE.items()}
     after["first"][::10] += 1
     after["last"][::1000] ^= np.uint16(1)

@@ -1,4 +1,4 @@
-"""Relays with keys: a tree like any other, for those whose key allows it."""
+"""Relays with keys form the same tree and serve only the workers whose keys permit it."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ WEIGHTS: dict[str, Array] = {"w": np.random.default_rng(0).random((300, 100), dt
 
 
 class Guarded:
-    """A parameter server with a relay below it and a version in it, all over TCP with keys."""
+    """A parameter server with a relay below it and a stored version, all over TCP with keys."""
 
     def __init__(self, folder: Path) -> None:
         assert main(["keygen", str(folder / "keys")]) == 0
@@ -71,7 +71,7 @@ class Guarded:
         self._serving = [asyncio.ensure_future(work) for work in (self._scheduler.serve(), above, below)]
 
     def _answer(self, call: Call) -> None:
-        """What the scheduler says, as far as weights are concerned."""
+        """Send the scheduler's replies, as far as weights are concerned."""
         match call.body:
             case Attach():
                 call.reply(
@@ -95,7 +95,7 @@ class Guarded:
                 call.reply(Status(values={"trainer_term": 1}))
 
     def client(self, address: str, role: Role | None, name: str = "worker.1") -> Client:
-        """``role``: of its key; None comes without one."""
+        """Return a client with a key of this role, or without a key if ``role`` is None."""
         transport = SOCKETS if role is None else client_sockets(self.config.security, role)
         self._clients.append(made := Client(address, worker=WorkerId(name), transport=transport))
         return made
@@ -113,7 +113,7 @@ class Guarded:
         return puller
 
     async def endpoint(self) -> str:
-        """The relay's, once it is in the tree."""
+        """Wait until the relay is in the tree; return its endpoint."""
         looking = self.client(self.root, Role.MONITOR, "looking.1")
         relays_now = await eventually(lambda: _relays(looking))
         return str(relays_now[0]["endpoint"])
@@ -141,17 +141,17 @@ async def _relays(looking: Client) -> list[dict[str, object]]:
 
 @pytest.fixture
 async def guarded(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Guarded]:
-    """Relay and readers are on other hosts than the parameter server, and than each other."""
+    """Put the parameter server, the relay and the readers on three different hosts."""
     monkeypatch.setattr(relay, "JOIN_INTERVAL_S", 0.05)
     monkeypatch.setattr(relay, "boot_id", lambda: "the relay's host")
-    monkeypatch.setattr(tree, "is_loopback", str.isspace)  # no: it is reached from everywhere
+    monkeypatch.setattr(tree, "is_loopback", str.isspace)  # always False: the relay is reachable from everywhere
     monkeypatch.setattr(tree, "ROOT_READERS", 0)
     for module in (mapped, relays):
         monkeypatch.setattr(module, "boot_id", lambda: "far away")
     guarded = Guarded(short_dir)
     yield guarded
     await guarded.close()
-    end_context()  # the endpoints' own contexts end, too
+    end_context()  # this also ends the endpoints' own contexts
 
 
 async def test_readers_with_keys_have_the_version_from_a_relay_with_the_servers_key(

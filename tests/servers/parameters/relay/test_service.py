@@ -1,4 +1,4 @@
-"""Relays: the same bytes, never a damaged one, as they arrive, for as long as there is a way to them."""
+"""Relays serve the same bytes, never a damaged one, as they arrive, for as long as a path to the bytes exists."""
 
 import asyncio
 import errno
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("hosts")
 
 @pytest.fixture
 def root_chunks(monkeypatch: pytest.MonkeyPatch) -> list[GetChunk]:
-    """Every piece that the parameter server itself was asked for."""
+    """Record every chunk that is requested from the parameter server itself."""
     seen: list[GetChunk] = []
     later = ParameterService._later_chunk  # pyright: ignore[reportPrivateUsage]
 
@@ -66,7 +66,7 @@ async def test_readers_of_a_relay_cost_the_parameter_server_one_copy(grown: Grow
         assert not is_mapped
     assert (await grown.tree())[0][
         "num_below"
-    ] == 2  # one in three went to the parameter server, which has the relay too
+    ] == 2  # one in three uses the parameter server, which serves the relay as well
     assert sum(ask.nbytes for ask in root_chunks) < 2.1 * sum(array.nbytes for array in LARGE.values())
 
 
@@ -337,7 +337,7 @@ async def test_a_relay_is_a_process_that_may_be_killed(grown: Grown) -> None:
 
 
 async def test_a_relay_serves_once_another_has_left_its_folder(grown: Grown) -> None:
-    """A machine behind a lost link still drains while it is started anew."""
+    """A machine behind a lost link still drains while its replacement starts."""
     log = grown.run.run_dir / "logs" / "relay-0.log"
 
     async def waits() -> bool:

@@ -1,4 +1,4 @@
-"""An instance that fails everything is held back and costs no prompt; a prompt is given up where it is at fault."""
+"""An instance that fails every group is held back and costs no prompt; a prompt that causes failures is given up."""
 
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def test_one_instance_that_refuses_many_prompts_is_not_held_where_none_does_bett
 
 
 def test_an_instance_that_works_on_many_groups_is_not_held_for_the_prompts_that_it_refuses(tmp_path: Path) -> None:
-    """Failures come at once and groups take long: nothing has been pushed yet."""
+    """Failures come at once and groups take long: no group has been pushed yet."""
     table = Table(tmp_path / "run", config(batch_size=64))
     seat = Seat(table, "a", capacity=64)
     Seat(table, "b", capacity=4)

@@ -1,4 +1,4 @@
-"""What a step costs, learned from reports."""
+"""The cost model of an instance's step is fitted from the reports of the instance."""
 
 import numpy as np
 import pytest
@@ -21,12 +21,12 @@ from staleflow.servers.scheduler.coordination.costs import (
 )
 
 TRUE = Cost(k1=7e-8, k2=0.0115, k3=1.25e-4, k4=9e-4)
-"""A mixture-of-experts model of 30B parameters on one GPU, by StaleFlow's authors."""
+"""A mixture-of-experts model of 30B parameters on one GPU, measured by StaleFlow's authors."""
 A, B = WorkerId("a"), WorkerId("b")
 
 
 def observed(cost: Cost, count: int, *, most: int, noise: float = 0.0, seed: int = 0) -> np.ndarray:
-    """[count, 3]: samples, tokens in the cache, seconds of a step."""
+    """Return [count, 3]: samples, tokens in the cache, seconds of a step."""
     draw = np.random.default_rng(seed)
     samples = draw.uniform(1, most, count)
     kv = samples * draw.uniform(100, 4000, count)
@@ -35,7 +35,7 @@ def observed(cost: Cost, count: int, *, most: int, noise: float = 0.0, seed: int
 
 
 def worst(found: Cost | None, seen: np.ndarray, true: Cost) -> float:
-    """Largest relative error of a step over the places of ``seen``."""
+    """Return the largest relative error of a step's time over the rows of ``seen``."""
     assert found is not None
     return max(abs(found.step_s(n, kv) / true.step_s(n, kv) - 1) for n, kv, _ in seen)
 
@@ -83,14 +83,14 @@ def test_a_few_observations_are_no_fit() -> None:
 
 
 class Reports:
-    """What an instance says while it decodes."""
+    """Reports of an instance while it decodes."""
 
     def __init__(self, cost: Cost) -> None:
         self._cost = cost
         self.stats = InstanceStats()
 
     def decode(self, samples: int, kv: int, steps: int = MIN_STEPS) -> InstanceStats:
-        """``steps`` of them."""
+        """Report after ``steps`` decoding steps."""
         said = self.stats
         self.stats = InstanceStats(
             running=samples,
@@ -103,7 +103,7 @@ class Reports:
 
 
 def steady(reports: Reports, samples: int, kv: int) -> list[InstanceStats]:
-    """A stretch of the same, which the mean of two reports describes."""
+    """Return three equal reports; the mean of any two describes the stretch between them."""
     return [reports.decode(samples, kv) for _ in range(3)]
 
 

@@ -1,4 +1,4 @@
-"""Commands and their numbers, and how long a pull is waited for."""
+"""Commands are numbered until they are acknowledged, and a pull without a result is ordered again after a while."""
 
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import Abort, InstanceStats

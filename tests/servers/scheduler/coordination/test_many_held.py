@@ -1,4 +1,4 @@
-"""An instance that says that it holds whatever comes to mind, and never listens, costs a bounded number of orders."""
+"""An instance that reports arbitrary leases and never reads its orders costs a bounded number of orders."""
 
 from pathlib import Path
 

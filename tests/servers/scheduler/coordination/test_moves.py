@@ -1,4 +1,4 @@
-"""A group that goes on at another instance, as the scheduler sees it."""
+"""The scheduler moves a group to another instance, which continues from the samples written so far."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.servers.scheduler.world import config
 
 
 def moving() -> Config:
-    """Batches of one group, staleness 1: two groups at once."""
+    """Return a configuration with batches of one group and staleness 1: two groups at once."""
     return msgspec.structs.replace(config(batch_size=1), coordination=Coordination(migration="idle"))
 
 
@@ -32,7 +32,7 @@ def table(tmp_path: Path) -> Iterator[Table]:
 
 
 class Crowd:
-    """Instance a has both groups, of which one waits for a slot; b came later and has nothing to do."""
+    """Instance a has both groups, of which one waits for a slot; b attached later and is idle."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -43,7 +43,7 @@ class Crowd:
         self.newest = self.a.held[max(self.a.held)]
 
     def told(self) -> Assign:
-        """a is told to give the newest group up."""
+        """Let the scheduler order a to give up its newest group; return the assignment."""
         self.a.report(running=2, waiting=2, slots=2)
         self.table.after(MIN_AGE_MS + 600)
         self.a.report(tokens_per_s=1.0)
@@ -51,7 +51,7 @@ class Crowd:
         return self.newest
 
     def moved(self) -> Assign:
-        """It has; what b is assigned."""
+        """Complete that move; return the assignment of b."""
         left = self.told()
         assert self.a.give_up(left) is None
         self.b.report()
@@ -73,7 +73,7 @@ def test_a_group_moves_in_one_step_to_who_has_nothing_to_do_and_finds_what_was_w
 def test_what_was_written_when_a_group_moved_is_known_until_it_is_begun_anew(
     table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of two samples that run gets half a token a second, for somewhat more than five seconds."""
+    """Each of the two running samples gets half a token per second, for slightly more than five seconds."""
     seen: dict[LeaseId, Flight] = {}
 
     def look(snapshot: Snapshot, _: Strategies) -> list[Order]:
@@ -221,7 +221,7 @@ def test_a_source_that_dies_loses_the_group_and_it_begins_anew(table: Table) -> 
 
 
 def test_a_target_that_dies_loses_the_group_and_it_begins_anew(table: Table) -> None:
-    """What the first one wrote is not used a second time: the lease after the move began with nothing."""
+    """The tokens of the first instance are not used a second time: the lease after the move started from zero."""
     crowd = Crowd(table)
     arrived = crowd.moved()
     table.ask("b", Detach(worker=WorkerId("b"), why="test"))
@@ -267,7 +267,7 @@ def test_nothing_moves_once_the_run_drains(table: Table) -> None:
 
 
 def test_a_rollback_leaves_nothing_of_an_abandoned_version_to_go_on_from(table: Table) -> None:
-    """The group moved with tokens of version 1, which the rollback abandons: whoever has it next begins it anew."""
+    """The group moved with tokens of version 1, which the rollback abandons, so its next holder starts from zero."""
     crowd = Crowd(table)
     left = crowd.told()
     (other,) = (assign for assign in crowd.a.held.values() if assign != left)

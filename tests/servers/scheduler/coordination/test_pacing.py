@@ -1,4 +1,4 @@
-"""What the trainer waits for, counted."""
+"""Waits of the trainer are counted by cause: too few groups, or a pinned step."""
 
 import pytest
 
@@ -14,7 +14,7 @@ SHA = "0" * 64
 
 
 class Run:
-    """A ledger, and a trainer that waits when told to."""
+    """A ledger, and a trainer that waits while ``asked`` is set."""
 
     def __init__(self, batch_size: int = 1) -> None:
         limits = Limits(max_staleness=1, batch_size=batch_size)
@@ -45,7 +45,7 @@ class Run:
         self.sealed += [effect for effect in told if isinstance(effect, Sealed)]
 
     def publish(self) -> None:
-        """The trainer consumes what is sealed first."""
+        """Let the trainer consume the oldest sealed batch and publish its version."""
         batch = self.sealed.pop(0)
         consume = events.Consume(
             batch=batch.batch, step=batch.step, trainer_term=self.machine.trainer_term, sha=SHA, nbytes=1
@@ -63,7 +63,7 @@ def test_a_wait_for_more_groups_is_starvation() -> None:
     run.finish(*run.begin())
     run.look(0)
     run.publish()
-    run.look(10_000)  # the first step is how the run begins, not what it is like
+    run.look(10_000)  # the first step includes startup, so it does not count
     run.asked = True
     run.look(12_000)
     run.finish(*run.begin())

@@ -1,4 +1,4 @@
-"""Why a step waits, in one sentence: which groups, where, how long, and what happens then."""
+"""The reason for a waiting step is one sentence: which groups, where, how long, and the next action."""
 
 from typing import Any
 

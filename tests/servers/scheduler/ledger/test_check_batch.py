@@ -1,4 +1,4 @@
-"""Before it trains a batch that lay ready, rank 0 asks whether it was taken back."""
+"""Before rank 0 trains a prefetched batch, it checks that the batch was not taken back."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.servers.scheduler.world import config
 
 
 def check(table: Table, batch: int, *, term: TrainerTerm) -> Code | None:
-    """The refusal's code; None for a yes."""
+    """Return the code of the refusal, or None if the batch is valid."""
     answer = table.ask("trainer", CheckBatch(trainer_term=term, step=Step(0), batch=BatchId(batch)))
     if isinstance(answer, Refusal):
         return answer.code

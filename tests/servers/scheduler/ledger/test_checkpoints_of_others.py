@@ -1,4 +1,4 @@
-"""Only the trainer that joined says what it can come back at; who believes another lets its checkpoints go."""
+"""Only the joined trainer may report checkpoints; a report from another one would delete checkpoints still needed."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def test_a_stranger_that_guesses_the_term_moves_no_checkpoint(tmp_path: Path) ->
         assert isinstance(refused, Refusal), refused
         assert (refused.code, refused.detail) == (Code.DENIED, f"{stranger} is not the trainer, trainer is")
     assert table.interpreter.machine.snapshot() == before
-    table.join("trainer.2", 0)  # the newest it has; nobody ever saved version 1
+    table.join("trainer.2", 0)  # its newest checkpoint; version 1 was never saved
     kept = RegisterCheckpoint(trainer_term=table.term, lineage=Lineage(0), version=Version(0))
     assert isinstance(table.ask("trainer", kept), Refusal)
     assert table.ask("trainer.2", kept) == RegisterCheckpointReply(oldest=Version(0))

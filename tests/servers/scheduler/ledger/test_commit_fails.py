@@ -1,4 +1,4 @@
-"""A commit that fails: nothing of it happened, and what must be told first is told first once there is room again."""
+"""A failed commit has no effect, and messages that must come first are sent first once the store has room again."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from tests.servers.scheduler.world import config
 
 
 class SmallStore(MemoryStore):
-    """Has no room while ``full``."""
+    """A store that has no room while ``full``."""
 
     full = False
 

@@ -1,4 +1,4 @@
-"""``kill -9`` at any instant: acknowledged is a part of recovered, and everybody goes on by himself."""
+"""After ``kill -9`` at any instant, everything acknowledged is recovered, and all peers continue without help."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ async def test_nobody_needs_to_attach_again(world: World) -> None:
     held = await cast.instance.until_held(4)
     world.kill()
     world.start()
-    cast.instance.held.clear()  # it lost them too
+    cast.instance.held.clear()  # the instance lost them too
     assert await cast.instance.until_held(4) == held
     await cast.finish(2)
     await cast.trainer.next_batch(0)
@@ -75,7 +75,7 @@ async def test_who_never_comes_back_loses_his_leases_when_they_expire(short_dir:
 
 
 async def _train(cast: Cast, steps: int) -> list[dict[str, object]]:
-    """Train until ``steps``, whatever happens to the scheduler; what was acknowledged, in order."""
+    """Train until ``steps`` despite restarts of the scheduler; return the acknowledged batches in order."""
     acknowledged = list[dict[str, object]]()
     for step in range(steps):
         assigns = (await cast.instance.until_held(2))[:2]
@@ -246,7 +246,7 @@ async def test_a_commit_that_fails_answers_busy_and_never_happened(short_dir: Pa
 
 
 async def test_who_only_sends_heartbeats_is_known_to_be_there_after_a_restart(short_dir: Path) -> None:
-    """A stage worker says nothing to the scheduler but hello; a second critic must find that there is one."""
+    """A stage worker sends no request after its attach; a second critic must still be detected."""
     settings = config()
     judged = msgspec.structs.replace(settings.trainer, algorithm=Algorithm(advantage="gae"))
     model = Model(path=str(short_dir))

@@ -1,4 +1,4 @@
-"""A changed byte in the ledger's store: the scheduler stops, names file and record, and runs on no wrong ledger."""
+"""After one byte of the ledger's store has changed, the scheduler stops and names file and record."""
 
 import signal
 from pathlib import Path
@@ -16,7 +16,7 @@ SEED = 5
 
 
 def live_values(folder: Path) -> list[tuple[str, bytes, bytes]]:
-    """(table, key, value) of everything that is stored."""
+    """Return (table, key, value) of every stored record."""
     found: list[tuple[str, bytes, bytes]] = []
     with lmdb.Environment(str(folder), max_dbs=16, readonly=True, lock=False) as environment:
         with environment.begin() as txn:
@@ -40,7 +40,7 @@ async def test_a_byte_inside_a_live_record_stops_the_scheduler_which_names_it(wo
     assert {table for table, _, _ in values} == tables
     for table, key, value in random.sample(values, COPIES):
         data, start, place = bytearray(whole), 0, random.randrange(len(value))
-        while (start := whole.find(value, start)) >= 0:  # older pages hold it too
+        while (start := whole.find(value, start)) >= 0:  # older pages contain the value too
             data[start + place] ^= 1 << random.randrange(8)
             start += len(value)
         file.write_bytes(data)

@@ -1,4 +1,4 @@
-"""A join that comes again late (an echo of a lost answer) neither rolls back nor fences anybody."""
+"""A late duplicate of a join whose answer was lost neither rolls back nor fences a trainer."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def test_a_late_echo_of_a_join_changes_nothing(tmp_path: Path, restart: bool) ->
     run.cast("a")
     first = run.last_id + 1
     assert isinstance(run.join("trainer.2", id=first), JoinReply)
-    assert isinstance(run.join("trainer.2", id=first), JoinReply)  # its answer was lost
+    assert isinstance(run.join("trainer.2", id=first), JoinReply)  # the first answer was lost
     for group, lease in run.leases("a"):
         run.push(group, lease, "a")
         done = RegisterOccupy(group=group, lease=lease)
@@ -34,6 +34,6 @@ def test_a_late_echo_of_a_join_changes_nothing(tmp_path: Path, restart: bool) ->
         assert isinstance(echo, Refusal)
         assert echo.code is Code.FENCED
     assert run.interpreter.machine.snapshot() == before
-    assert isinstance(run.join("trainer.2", id=first + 100), JoinReply)  # one that is meant so: a rollback
+    assert isinstance(run.join("trainer.2", id=first + 100), JoinReply)  # an intended second join: a rollback
     assert run.interpreter.machine.version == 0
     run.stop()

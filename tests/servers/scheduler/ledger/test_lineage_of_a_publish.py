@@ -1,4 +1,4 @@
-"""A version is published under the lineage that the ledger gives it, or not at all: nobody could pull it otherwise."""
+"""A version is published under the lineage that the ledger gives it, or rejected, as no worker could pull it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the ledger has not committed nobody is told, and what was not committed is done when it is asked for again."""
+"""No peer learns of uncommitted state, and a request whose commit failed takes effect when it is repeated."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from tests.servers.scheduler.world import config
 
 @contextmanager
 def full(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
-    """No commit succeeds."""
+    """Make every commit fail."""
     write = MemoryStore.write
 
     @contextmanager
@@ -46,7 +46,7 @@ def test_an_instance_that_waits_is_told_of_the_end_after_the_commit(tmp_path: Pa
     assert [(type(reply), reply.drain) for reply in told if isinstance(reply, Commands)] == [(Commands, True)]
     table.call("a", report, told.append)
     assert len(told) == 1, "it is told once; who reports after every answer would never stop"
-    Seat(table, "b").report()  # comes now, and is told
+    Seat(table, "b").report()  # attaches after the drain, and learns of it
     table.close()
 
 

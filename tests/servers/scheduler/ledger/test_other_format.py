@@ -1,4 +1,4 @@
-"""A ledger that another version of staleflow stored is refused in one line, and stays as it is."""
+"""A ledger stored by an incompatible version of staleflow is rejected in one line and left unchanged."""
 
 from pathlib import Path
 

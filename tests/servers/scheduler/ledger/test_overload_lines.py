@@ -1,4 +1,4 @@
-"""The trace and its store when a commit fails: overload is told however often it does, and no line leads the store."""
+"""When commits fail, the trace still records overload at every change, and no line is ahead of the store."""
 
 import json
 from collections.abc import Generator
@@ -20,7 +20,7 @@ from tests.servers.scheduler.world import config
 
 
 class FailingStore(MemoryStore):
-    """Its transactions fail as they end, while it has a ``failure``."""
+    """A store whose transactions fail at commit while ``failure`` is set."""
 
     failure: StoreError | None = None
     share = 0.0
@@ -47,13 +47,13 @@ def opened(tmp_path: Path, store: FailingStore) -> tuple[Service, Interpreter]:
 
 
 def look(service: Service, times: int = 1) -> None:
-    """As often as the service looks at the room."""
+    """Let the service check the room of its store ``times`` times."""
     for _ in range(times * ROOM_TICKS):
         service.tick()
 
 
 def told(run_dir: Path) -> list[bool]:
-    """What the trace says of overload."""
+    """Return the overload events of the trace."""
     lines: list[dict[str, Any]] = [json.loads(line) for line in (run_dir / "trace.jsonl").read_text().splitlines()]
     return [line["on"] for line in lines if line["ev"] == "overload"]
 

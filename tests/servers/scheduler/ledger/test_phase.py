@@ -1,4 +1,4 @@
-"""The phase of a run: durable with the answer that announced it, cleared by a new session alone."""
+"""The phase of a run is durable once the answer that announces it is sent, and only a new session clears it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Iterator[Asked]:
 
 
 def train(run: Asked, worker: str, step: int = 0) -> None:
-    """One step, from its leases to its version."""
+    """Run one step, from its leases to its version."""
     for group, lease in run.leases(worker)[:2]:
         run.push(group, lease, worker)
         run.operate("shard.1", Role.SERVER, RegisterOccupy(group=group, lease=lease))
@@ -52,7 +52,7 @@ def finish(run: Asked, error: str = "") -> None:
 
 
 def restart(run: Asked, session: str = "") -> None:
-    """As after ``kill -9``: nothing was closed."""
+    """Restart as after ``kill -9``: no file was closed."""
     run.stop()
     run.start(session)
 
@@ -124,7 +124,7 @@ def test_only_a_new_session_clears_the_phase_and_clears_it_once(run: Asked) -> N
     assert (run.service.phase.draining, status(run)["drained"]) == (False, "")
     assert isinstance(run.attach("w2.1", "w2", "rollout", Role.ROLLOUT, capacity=2), AttachReply)
     run.ask("admin.1", Role.ADMIN, DRAIN)
-    restart(run, "monday")  # started again within its session: it was killed
+    restart(run, "monday")  # a restart within its session: the scheduler was killed
     assert run.service.phase.draining
     restart(run)
     assert run.service.phase.draining

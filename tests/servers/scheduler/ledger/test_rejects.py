@@ -1,4 +1,4 @@
-"""At most one line a second for each peer and code, and nothing uncounted."""
+"""The trace has at most one reject line per second for each peer and code, and every rejection is counted."""
 
 from pathlib import Path
 

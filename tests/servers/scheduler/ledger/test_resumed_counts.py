@@ -1,4 +1,4 @@
-"""What is counted over a whole run is counted once, whoever is restarted or silent in between."""
+"""Totals of a whole run count every item once, despite restarts and silent peers."""
 
 from collections import Counter
 from pathlib import Path

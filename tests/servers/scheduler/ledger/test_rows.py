@@ -1,4 +1,4 @@
-"""Rows of the ledger lie by lease, and go when their groups are forgotten."""
+"""The rows of the ledger are ordered by lease and deleted when their groups are forgotten."""
 
 from pathlib import Path
 

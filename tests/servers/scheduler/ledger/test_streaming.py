@@ -1,4 +1,4 @@
-"""A trainer that streams is given groups of its batch while it still fills."""
+"""A streaming trainer receives groups of its batch while the batch is still filling."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.servers.scheduler.world import config
 
 
 class Asking:
-    """The trainer's side of one step: what it holds, and the answers that it got."""
+    """The trainer's side of one step: the leases that it holds, and the answers that it got."""
 
     def __init__(self, table: Table, step: int = 0) -> None:
         self.table, self.step = table, Step(step)
@@ -26,14 +26,14 @@ class Asking:
         self.table.call("trainer", body, self.answers.append)
 
     def took(self) -> list[int]:
-        """The groups of the next answer, which must be there and be claims; they are held from then on."""
+        """Return the groups of the next answer, which must exist and be claims; their leases are held from then on."""
         answer = self.answers.pop(0)
         assert isinstance(answer, Claims), answer
         self.held += [member.lease for member in answer.members]
         return [int(member.group) for member in answer.members]
 
     def sealed(self) -> list[int]:
-        """The groups of the batch that is the next answer."""
+        """Return the groups of the next answer, which must be a batch."""
         answer = self.answers.pop(0)
         assert isinstance(answer, Batch), answer
         return [int(member.group) for member in answer.members]

@@ -1,4 +1,4 @@
-"""The interrupt of an overdue group reaches whoever holds it, whatever happens on the way."""
+"""The interrupt of an overdue group reaches its current holder despite restarts and moves."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ class Overdue:
         assert self.a.told == []
 
     def pins(self) -> None:
-        """The shard has the last of the others; it need not hear from the instance for that."""
+        """Finish the last of the other groups at the shard, without any report from the instance."""
         self.a.finish(self._last)
         assert self.table.interpreter.machine.pins() == (self.slow.group,)
 

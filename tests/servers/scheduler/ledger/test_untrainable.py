@@ -17,7 +17,7 @@ def opened(folder: Path, batch_size: int = 2) -> tuple[Table, Seat]:
 
 
 def sealed(table: Table, seat: Seat) -> Batch:
-    """The next batch, of groups that are finished as they are needed."""
+    """Return the next batch; its groups are finished as they are needed."""
     known = len(table.batches)
     table.wait_for_batch()
     while len(table.batches) == known:
@@ -47,7 +47,7 @@ def test_the_batch_is_sealed_again_without_them_and_the_run_goes_on(tmp_path: Pa
     assert good in members(second)
     assert bad not in members(second)
     table.train()
-    assert quarantine(table, [bad, good, 10**6]) is None  # consumed, dropped or never there: passed over
+    assert quarantine(table, [bad, good, 10**6]) is None  # consumed, dropped or unknown: ignored
     assert bad not in members(sealed(table, seat))
     table.close()
 
@@ -74,7 +74,7 @@ def test_a_model_that_no_group_can_be_trained_with_ends_the_run_and_not_the_data
     assert refused.code is Code.DENIED
     assert "groups in a row cannot be trained, more than 8" in refused.detail
     assert refused.detail.endswith("Last: it raises")
-    assert members(sealed(table, seat)) == members(last)  # nothing more was dropped
+    assert members(sealed(table, seat)) == members(last)  # no other group was dropped
     table.close()
 
 
@@ -89,7 +89,7 @@ def test_a_step_that_is_trained_begins_the_count_again(tmp_path: Path) -> None:
 
 
 def test_a_claimed_group_leaves_too(tmp_path: Path) -> None:
-    """Of a batch that is not sealed yet, for a trainer that streams."""
+    """The group belongs to a batch that is not sealed yet, of a streaming trainer."""
     table, seat = opened(tmp_path)
     seat.finish(group := seat.holds()[0])
     table.ask("trainer", GetClaims(trainer_term=table.term, step=Step(0), held=[], count=1))

@@ -1,4 +1,4 @@
-"""How long samples are expected to be, and how well prompts are ranked by it."""
+"""Sample lengths are predicted from history and features, and the quality of the ranking is measured."""
 
 import importlib
 import math
@@ -32,7 +32,7 @@ def saved(made: Lengths, store: MemoryStore) -> None:
 
 
 def lost(made: Lengths, store: MemoryStore) -> None:
-    """A commit that finds no room."""
+    """Save in a transaction that fails at commit."""
     with store.write() as txn:
         made.save(txn)
         raise StoreFull("no room")
@@ -46,7 +46,7 @@ def loaded(store: MemoryStore, kind: Ranker = "history") -> Lengths:
 
 
 class Workload:
-    """Prompts whose features say ``sd`` of the log-length's spread, and noise of log-sd 0.5 that nothing says."""
+    """Prompts whose features explain ``sd`` of the log-length's spread, with unexplained noise of log-sd 0.5."""
 
     def __init__(self, sd: float, seed: int = 0) -> None:
         random = np.random.default_rng(seed)
@@ -57,7 +57,7 @@ class Workload:
         self.lengths = np.exp(7.2 + self.knowable + 0.5 * random.standard_normal(ROWS))
 
     def play(self, made: Lengths, first: int, last: int) -> None:
-        """Describe and push the groups of these rows, a step of 64 at a time."""
+        """Describe and push the groups of these rows, in steps of 64."""
         for start in range(first, last, 64):
             rows = list(range(start, start + 64))
             made.describe(rows, self.features[rows])
@@ -147,7 +147,7 @@ def test_chunks_that_no_commit_took_are_saved_with_the_next_one() -> None:
     with pytest.raises(StoreFull):
         lost(made, store)
     with store.read() as txn:
-        made.load(txn)  # what the interpreter does then: nothing is taken twice
+        made.load(txn)  # as the interpreter does after a failed commit: nothing counts twice
     for row in range(CHUNK):
         made.observe(GroupId(CHUNK + row), [10], truncated=False)
     saved(made, store)
@@ -274,7 +274,7 @@ def test_features_of_more_rows_than_are_remembered_push_the_oldest_out() -> None
     assert made.described(1808)
 
 
-# Its judge ------------------------------------------------------------------------------------------------------------
+# The score of the ranking ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("levels", [3, 10, 10_000])

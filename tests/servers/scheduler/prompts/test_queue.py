@@ -1,4 +1,4 @@
-"""The order of prompts."""
+"""The prompt queue deals each row once per epoch, in a seeded order that survives restarts."""
 
 import random
 from collections.abc import Sequence
@@ -127,7 +127,7 @@ def test_a_deck_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     store.close()
 
 
-# Any of those that come next ------------------------------------------------------------------------------------------
+# Upcoming prompts -----------------------------------------------------------------------------------------------------
 
 
 def save(made: PromptQueue, store: MemoryStore) -> None:
@@ -202,7 +202,7 @@ def test_a_deck_saved_before_groups_could_be_dealt_out_of_turn_goes_on() -> None
 
 
 class Told(Lengths):
-    """Expects what the test says of each row."""
+    """Lengths that predict the given length for each row."""
 
     def __init__(self, told: dict[int, float]) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def test_random_restarts_neither_lose_nor_repeat_a_prompt_and_nobody_waits_for_m
             case "save":
                 save(made, store)
                 kept = list(dealt)
-            case "crash":  # what was not saved never happened
+            case "crash":  # unsaved changes are lost
                 clustering = choose.choice([Clustering(batch_size=2, lookahead=3), None])
                 made = restarted(PromptQueue(seed=0, epochs=0, lengths=Told(told), clustering=clustering), store)
                 dealt = list(kept)

@@ -1,4 +1,4 @@
-"""Nothing can ever progress: said with the reason, and the trainer is told where it is certain."""
+"""A run that can never progress is reported with its reason, and the trainer is ended if the deadlock is certain."""
 
 from pathlib import Path
 
@@ -18,12 +18,12 @@ LONG = "group {}: the prompt has 3000 tokens; the model's context is 2048"
 
 
 def finite(epochs: int = 1) -> Config:
-    """Batches of two groups, staleness 1; the source goes round so often."""
+    """Return a configuration with batches of two groups, staleness 1 and a source of ``epochs`` epochs."""
     return msgspec.structs.replace(config(), prompts=Prompts(source="nobody:opens", epochs=epochs))
 
 
 def refuse(seat: Seat, group: int) -> str:
-    """Its engine can never serve it; what it says."""
+    """Release a group as one that the engine can never serve; return the refusal's detail."""
     assign = seat.assign(group)
     del seat.held[assign.lease]
     seat.table.release(assign, ReleaseWhy.ABORTED, seat.name, detail=LONG.format(group), hopeless=True)
@@ -32,7 +32,7 @@ def refuse(seat: Seat, group: int) -> str:
 
 
 def train(seat: Seat, steps: int) -> None:
-    """Generate and train whole steps, as long as there are prompts."""
+    """Generate and train whole steps, as long as prompts remain."""
     machine = seat.table.interpreter.machine
     for _ in range(steps):
         seat.report()
@@ -49,7 +49,7 @@ def passes(seat: Seat, ms: int) -> None:
 
 
 def told(table: Table) -> str:
-    """What the trainer hears that waits for its batch."""
+    """Return the refusal that the waiting trainer receives, or ""."""
     table.wait_for_batch()
     table.after(TICK_MS)
     assert all(refusal.code is Code.DENIED for refusal in table.refused)
@@ -115,7 +115,7 @@ def test_while_a_group_is_under_way_nothing_is_certain(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_still_trains_is_told_when_it_is_done(tmp_path: Path) -> None:
-    """It asks one step ahead; the batch that it has counts."""
+    """The trainer requests one step ahead; the batch that it already has counts as under way."""
     table = Table(tmp_path / "run", finite(), rows=2)
     seat = Seat(table, "a")
     for group in seat.holds():
@@ -179,7 +179,7 @@ def test_one_push_shows_that_not_everything_is_refused(tmp_path: Path) -> None:
 
 
 def test_when_the_only_prompt_left_fails_again_and_again_it_is_given_up_and_the_run_ends(tmp_path: Path) -> None:
-    """One epoch, one prompt too long: it comes again once all others are trained."""
+    """One epoch with one prompt that is too long: the prompt returns once all others are trained."""
     table = Table(tmp_path / "run", finite(), rows=5)
     seat = Seat(table, "a")
     bad = seat.holds()[0]
@@ -202,7 +202,7 @@ def test_when_the_only_prompt_left_fails_again_and_again_it_is_given_up_and_the_
 
 
 def test_when_every_prompt_that_is_left_fails_the_run_ends_though_none_is_given_up(tmp_path: Path) -> None:
-    """So many fail that the instance is at fault as likely as they are: none of them counts a try."""
+    """Enough groups fail that the instance may be at fault as well as the prompts: no failure counts as a try."""
     rows = HOLD_AFTER + 4
     table = Table(tmp_path / "run", finite(), rows=rows)
     seat = Seat(table, "a", capacity=2)
@@ -237,7 +237,7 @@ def test_a_filter_that_keeps_nothing_is_named_and_does_not_end_the_run(tmp_path:
 
 
 def through_the_shard(seat: Seat, count: int, why: ReleaseWhy, detail: str = "") -> None:
-    """Groups that are pushed and then let go of."""
+    """Push groups and then release them."""
     for _ in range(count):
         seat.report()
         assign = seat.assign(seat.holds()[0])
@@ -316,7 +316,7 @@ def test_few_failures_however_old_end_nothing(tmp_path: Path) -> None:
 def test_a_stage_whose_workers_fail_everything_from_the_beginning_on_ends_the_run(
     tmp_path: Path, before: ReleaseWhy | None, failing_ms: int, workers: int, ends: bool
 ) -> None:
-    """They are held, so that few groups are given up. What is pushed waits for ever, and does not delay the end."""
+    """Failing workers are held, so few groups are given up. Pushed groups wait forever, and do not delay the end."""
     table = Table(tmp_path / "run", config())
     seat = Seat(table, "a")
     if before is not None:
@@ -347,7 +347,7 @@ def test_a_stage_whose_workers_fail_everything_from_the_beginning_on_ends_the_ru
 
 
 def test_a_group_that_has_passed_the_failing_stage_delays_the_end(tmp_path: Path) -> None:
-    """A later stage may be slow: once it is done with the group, the run is healthy, however long the outage lasts."""
+    """A later stage may be slow: once it has finished the group, the run is healthy, however long the outage was."""
     judge = Stage(name="judge", run="m:f", makes=["score"])
     table = Table(tmp_path / "run", msgspec.structs.replace(config(), stage=[judge]))
     seat = Seat(table, "a")

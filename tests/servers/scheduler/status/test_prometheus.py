@@ -1,4 +1,4 @@
-"""What Prometheus reads of a scheduler: real numbers, in a text that Prometheus's own parser takes."""
+"""The metrics of a scheduler are finite numbers, in a text that Prometheus's own parser accepts."""
 
 import socket
 import urllib.request
@@ -40,7 +40,7 @@ def read(url: str) -> dict[str, Metric]:
 
 
 def values(family: Metric) -> dict[tuple[str, ...], float]:
-    """By the values of the labels."""
+    """Return the samples by the values of their labels."""
     return {tuple(sample.labels.values()): sample.value for sample in family.samples}
 
 

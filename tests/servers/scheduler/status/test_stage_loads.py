@@ -1,4 +1,4 @@
-"""What the scheduler knows of groups in stages: the newest word of each shard, and nothing that is no stage."""
+"""The scheduler's view of groups in stages is the newest report of each shard, limited to configured stages."""
 
 from collections import Counter
 from typing import Any
@@ -15,7 +15,7 @@ from tests.servers.scheduler.world import Cast, World
 
 
 class Heard:
-    """Stands for ``PendingReplies``."""
+    """Fake of ``PendingReplies`` that keeps the replies."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []

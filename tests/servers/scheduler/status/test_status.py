@@ -1,4 +1,4 @@
-"""What the scheduler says to those who look on, and what it costs it."""
+"""The status reports the counts, ages and reasons of a run, and many processes that poll it cost little."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -222,7 +222,7 @@ def test_a_silent_trainer_is_named_once(tmp_path: Path) -> None:
 
 
 class Unpublished(Table):
-    """Its trainer has joined and publishes nothing."""
+    """A run whose trainer has joined and publishes nothing."""
 
     def publish(self, version: int, batch: int | None = None) -> None:
         pass

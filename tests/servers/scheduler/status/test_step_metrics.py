@@ -1,4 +1,4 @@
-"""The lines of ``metrics.jsonl``."""
+"""``metrics.jsonl`` has one line per step, with finite numbers only, and survives restarts."""
 
 import json
 import math

@@ -57,7 +57,7 @@ def test_a_restarted_scheduler_blames_no_server_before_it_could_be_heard(tmp_pat
 
 
 def crash(table: Table, number: int) -> None:
-    """The trainer's process dies and falls silent; its successor attaches under the same name and joins."""
+    """Kill the trainer's process, so that it becomes silent; its successor attaches under the same name and joins."""
     table.silent(table.interpreter.machine.trainer)
     table.attach(f"trainer.{number}", "trainer", name="trainer")
     table.join(f"trainer.{number}", int(table.interpreter.machine.version))

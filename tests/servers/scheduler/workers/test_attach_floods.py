@@ -1,4 +1,4 @@
-"""What a process says of itself takes little room, in the store and in memory, however often and long it says it."""
+"""The attach data of processes takes bounded room in store and memory, however often and long they attach."""
 
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def came_and_went(run: Asked, name: str, key: str) -> None:
 
 
 def test_workers_that_fell_silent_first_are_forgotten_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An autoscaler gives each pod a name of its own: names alone must fill neither the store nor memory."""
+    """An autoscaler gives each pod its own name: names alone must fill neither the store nor memory."""
     monkeypatch.setattr(registry, "MAX_SILENT_PER_KEY", 3)
     monkeypatch.setattr(registry, "MAX_SILENT", 5)
     run = Asked(tmp_path)
@@ -94,7 +94,7 @@ def test_a_silent_worker_is_kept_while_it_has_a_lease_and_so_are_servers(
     run.service.flush()
     assert stored(run) == {"trajectories-0", "parameters", "trainer", "name-of-a"}
     held = run.leases("a")
-    run.report("a")  # heard again, under its lease
+    run.report("a")  # reports again, under its lease
     assert held
     assert run.leases("a") == held
     run.stop()
@@ -120,7 +120,7 @@ def test_a_worker_that_is_silent_for_long_is_forgotten(tmp_path: Path, monkeypat
 
 
 def test_after_a_restart_every_worker_has_time_to_be_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler that has just started hears no worker yet, and knows no key: none may be forgotten for that."""
+    """A scheduler that has just started has no reports and no keys of workers: it must not forget a worker for that."""
     monkeypatch.setattr(registry, "MAX_SILENT_PER_KEY", 1)
     monkeypatch.setattr(registry, "RECONNECT_TIMEOUT_MS", 10_000)
     table = Table(tmp_path / "run", config())

@@ -1,4 +1,4 @@
-"""The key of a worker gives up that worker's leases, and nobody else's; nor what was pushed and acknowledged."""
+"""The key of a worker can release that worker's leases only, and no group that was pushed and acknowledged."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The scheduler stands still for longer than a lease: its workers are alive, and it takes nothing from them."""
+"""After a scheduler was stopped for longer than a lease, its workers count as alive and keep their leases."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from tests.servers.scheduler.world import Cast, World, config
 
 LEASE_S = 3.0
 PAUSE_S = 4.5
-"""Longer than a lease and than the silence after which a peer is gone."""
+"""Longer than a lease and than the silence limit of a peer."""
 
 
 async def test_a_pause_of_the_scheduler_expires_no_lease_and_loses_no_peer(short_dir: Path) -> None:
@@ -18,7 +18,7 @@ async def test_a_pause_of_the_scheduler_expires_no_lease_and_loses_no_peer(short
         cast = await Cast(world).enter()
         await cast.instance.until_held(4)
         world.pause(PAUSE_S)
-        # Ticks pass before the worker reports: a scheduler that believed the clock would expire all four leases.
+        # Ticks pass before the worker reports: a scheduler that trusted the clock alone would expire all four leases.
         await world.status()
         await asyncio.sleep(0.5)
         assert (await world.status())["ledger"]["leased"] == 4

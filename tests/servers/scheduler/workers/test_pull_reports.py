@@ -1,4 +1,4 @@
-"""A report of loaded weights enters the trace only if it can be true: it is the one line that a worker dictates."""
+"""A report of loaded weights enters the trace only if it can be true, as no other line is dictated by a worker."""
 
 import json
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_only_a_surviving_published_version_with_its_digest_is_reported(tmp_path
     for digest, ok in (("", True), ("f" * 64, True), ("f" * 64, False)):
         assert code(pulled(run, "a", digest=digest, ok=ok)) is Code.CONFLICT
     assert told(run) == []
-    assert len(lines(run, "reject")) == 2  # one a code and second
+    assert len(lines(run, "reject")) == 2  # one per code and second
     assert pulled(run, "a") == Done()
     assert told(run) == [("a", 0, True)]
     run.service.close("test")
@@ -142,5 +142,5 @@ def test_a_digest_is_forgotten_when_no_worker_can_load_its_version(
         seat.report()
     with table.store.read() as txn:
         kept = [key for key, _ in txn.items("meta", b"sha/") if key.startswith(b"sha/")]
-    assert [key_number(key.removeprefix(b"sha/")) for key in kept] == [0, 4, 5]  # 0: the checkpoint's
+    assert [key_number(key.removeprefix(b"sha/")) for key in kept] == [0, 4, 5]  # 0: the version of the checkpoint
     table.close()

@@ -1,4 +1,4 @@
-"""The name of a process is not to be taken: not of another role, nor with another key while its owner is there."""
+"""The name of a process is protected: from other roles, and from other keys while its owner is attached."""
 
 import asyncio
 import socket
@@ -74,7 +74,7 @@ def test_a_name_belongs_to_its_key_while_its_owner_is_there(tmp_path: Path) -> N
 
 
 def test_a_live_process_keeps_its_name(tmp_path: Path) -> None:
-    """The same key is no proof: several workers may share one."""
+    """The same key is no proof of identity: several workers may share one."""
     run = Asked(tmp_path)
     run.cast("a")
     held = run.leases("a")
@@ -104,7 +104,7 @@ def test_a_successor_in_the_same_slot_has_the_name_at_once(tmp_path: Path) -> No
     assert isinstance(attach("b", "secret"), AttachReply)
     run.stop()
     run.start()
-    assert isinstance(run.report("b"), Refusal | Commands | None)  # heard again: alive
+    assert isinstance(run.report("b"), Refusal | Commands | None)  # reports again, so it is alive
     assert refused(attach("c", "other", key="rollout")) is Code.BUSY
     assert isinstance(attach("c", "secret", key="rollout"), AttachReply)
     run.stop()
@@ -114,7 +114,7 @@ def test_a_successor_in_the_same_slot_has_the_name_at_once(tmp_path: Path) -> No
     "name", ["trainer", "trainer-1", "trajectories-0", "parameters", "relay-0", "scheduler", "reward-7"]
 )
 def test_a_rollout_key_never_has_the_name_of_another_role(tmp_path: Path, name: str) -> None:
-    """Not while it is free either: its owner may have left for a moment, or is yet to come."""
+    """The name is also refused while it is free: its owner may have left briefly, or may attach later."""
     run = Asked(tmp_path)
     for _ in range(2):
         answer = run.attach("evil.1", name, "rollout", Role.ROLLOUT, key="box", capacity=1)
@@ -247,7 +247,7 @@ async def test_after_a_restart_nobody_takes_the_name_of_a_server_that_is_not_bac
             client.close()
 
     async def answers(*asked: tuple[Role, Request]) -> list[object]:
-        """Of a scheduler that is started for these requests."""
+        """Return the answers of a scheduler that is started for these requests."""
         stop, store = Stop(), open_store(config, short_dir / "run")
         sockets = server_sockets(config)
         serving = asyncio.create_task(serve_until(stop, config, short_dir / "run", store, transport=sockets))
