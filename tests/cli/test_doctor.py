@@ -102,7 +102,7 @@ def test_what_can_run_follows_from_what_is_there() -> None:
 @pytest.mark.long
 @pytest.mark.xdist_group("machine")
 def test_what_it_sustains_is_measured_by_a_run(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
-    monkeypatch.setattr(sustained, "SECONDS", 0.5)
+    monkeypatch.setattr(sustained, "MEASURE_S", 0.5)
     told: list[float] = []
     weights, trajectories, steps = sustained.sustained(load(SIMULATED), short_dir, told.append)
     assert [finding.what for finding in (weights, trajectories, steps)] == ["weights", "trajectories", "steps"]

@@ -127,7 +127,7 @@ class Machine:
                     *((module, "boot_id", self._host) for module in (slabs, trajectory_service, stage_calls)),
                     (slabs, "MIN_SLAB_BYTES", SLAB_BYTES),
                     (slabs, "MAX_SLAB_BYTES", SLAB_BYTES),
-                    (slab_writers, "WITHOUT", WITHOUT),
+                    (slab_writers, "GROUPS_BEFORE_RETRY", WITHOUT),
                     (slab_readers, "MAX_MAPPED", MAX_MAPPED),
                     (slabs, "_mapped", self._map_to_read("shard", slabs._mapped)),
                     (slab_readers, "_mapped", self._map_to_read("reader", slab_readers._mapped)),

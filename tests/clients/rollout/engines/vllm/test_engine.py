@@ -427,7 +427,7 @@ async def test_a_map_of_a_file_is_read_by_the_engine_itself(
         array.tofile(tmp_path / "tensor")
         (tmp_path / "tensor").rename(tmp_path / name)
         weights[name] = np.memmap(tmp_path / name, array.dtype, "r", shape=array.shape)
-    monkeypatch.setattr(vllm_weights, "_spooled", never)
+    monkeypatch.setattr(vllm_weights, "_spool", never)
     await engine.load(weights, Lineage(0), Version(1))
     sample = await engine.generate(ask(0, [7, 8], 10))
     np.testing.assert_allclose(sample.logprobs, trainer_logprobs(model, [7, 8], sample.token_ids), atol=1e-4)
