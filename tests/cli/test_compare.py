@@ -1,4 +1,4 @@
-"""``staleflow simulate --compare``: one table, as text, as JSON, as pictures."""
+"""``staleflow simulate --compare`` prints one table as text or JSON, or draws it as pictures."""
 
 import json
 import re
