@@ -1,5 +1,4 @@
-"""Measure whether the quickstart trains through sixty faults of every kind, under ``staleflow chaos``; print its
-losses.
+"""Run the quickstart under ``staleflow chaos``, through sixty faults of every kind; measure the losses.
 
 The faults are spread over the whole run: the time between two faults is recomputed repeatedly from the speed so far.
 The goal: the run ends normally, its trace is clean, and at least 90 % of the time went into training (the best
@@ -38,8 +37,8 @@ STEADY = (
     *("rollout.filter=none", "trainer.eval_every=0"),
     *("scheduler.lease_s=3.0", "trainer.checkpoint_every=5", "reward.workers=2"),
 )
-"""Settings for steps of equal length, so that a lost second differs from a long step, and for leases that expire within
-a pause."""
+"""Settings for steps of equal length, so that a lost second is distinguishable from a long step, and for leases that
+expire within a pause."""
 CLI = (sys.executable, "-m", "staleflow.cli")
 
 
@@ -97,8 +96,8 @@ def effective(seconds: Sequence[float]) -> float:
 
 
 def until_quick(run_dir: Path, process: "subprocess.Popen[bytes]") -> float:
-    """Wait for the quiet steps; return the mean seconds of one, without the first, which waits until all processes have
-    started."""
+    """Wait for the quiet steps; return the mean seconds of one, without the first, which includes the
+    start of all processes."""
     while len(found := gaps(run_dir)) < QUIET_STEPS:
         if process.poll() is not None:
             raise SystemExit(f"the run ended early with {process.returncode}")

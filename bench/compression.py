@@ -102,8 +102,7 @@ def shuffled(column: Column) -> bytes:
 
 
 def cost(column: Column, level: int, *, planes: bool) -> Cost:
-    """Compress all groups of a column, each separately, and compare them afterwards. With ``planes`` each is
-    ``shuffled`` first."""
+    """Compress all groups of a column, each separately, and verify the result. ``planes``: ``shuffled`` first."""
     pack, unpack = zstandard.ZstdCompressor(level=level), zstandard.ZstdDecompressor()
     groups = [column[at : at + GROUP_TOKENS] for at in range(0, len(column) - GROUP_TOKENS + 1, GROUP_TOKENS)]
     nbytes = sum(group.nbytes for group in groups)

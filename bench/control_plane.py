@@ -50,8 +50,7 @@ class Row:
 
 
 def shape(workers: int) -> tuple[int, int]:
-    """Batch size and worker capacity: a window that keeps every worker busy, with steps of at least a quarter
-    second."""
+    """Batch size and worker capacity: a window that keeps every worker busy, with steps of a quarter second or more."""
     batch_size = max(256, 2 * workers)
     return batch_size, max(8, -(-batch_size * (MAX_STALENESS + 1) // workers))
 

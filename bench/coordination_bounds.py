@@ -43,8 +43,7 @@ def batches(lengths: Floats, batch_size: int, max_staleness: int) -> Floats:
 
 
 def clustered(lengths: Floats, block: int) -> Floats:
-    """The same groups, with each whole block ordered by its longest sample, alternating longest first and longest
-    last."""
+    """The same groups, each whole block ordered by its longest sample, alternately longest first and longest last."""
     order = [
         first + np.argsort(lengths[first : first + block].max(axis=1), kind="stable")[:: 1 if turn % 2 else -1]
         for turn, first in enumerate(range(0, len(lengths), block))

@@ -160,8 +160,7 @@ class Bench:
         return self._table("Staleness at equal throughput", found)
 
     def _staleness(self, what: str, chosen: Sequence[str], eta: int, fed: bool) -> Line:
-        """``fed``: whole groups are trained by a trainer that need not wait; for other runs no simple bound is
-        known."""
+        """``fed``: whole groups are trained by a trainer that need not wait; otherwise no simple bound is known."""
         worlds = self._worlds(eta, *chosen, *DISPATCH)
         fill, other = self._results(self._worlds(eta, *chosen, *FILL)), self._results(worlds)
         speeds = [_mean(results, _speed) for results in (fill, other)]

@@ -24,8 +24,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A row of targets. Not ``judged``: the targets were set for runs of another kind, and are only printed beside
-    it."""
+    """A row of targets. Not ``judged``: the targets were set for runs of another kind and only serve as a reference."""
 
     title: str
     lines: Sequence[Line]

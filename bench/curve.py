@@ -37,7 +37,7 @@ from staleflow.protocols.wire.messages import Done, Metrics
 
 MIB = 1 << 20
 UNDER_WAY = 8
-"""Number of requests that a client keeps under way when bytes are measured."""
+"""Number of requests that a client keeps under way when throughput is measured."""
 HANDSHAKES = 100
 FLOOD_PEERS = 4
 ME = WorkerId("bench.1")

@@ -1,5 +1,4 @@
-"""The parameter server under malformed messages: the real service and folder; the scheduler accepts nearly
-everything."""
+"""The parameter server under malformed messages: the real service and folder, with a permissive scheduler."""
 
 import asyncio
 import shutil
@@ -90,7 +89,7 @@ class ParameterTarget:
         return data, lay_out([("w", "float32", (100,), digest(data))])
 
     def _odd(self) -> messages.Manifest:
-        """A manifest that is consistent, and one that announces no tensors, or more bytes than any disk has."""
+        """A self-consistent manifest that announces no bytes, or more bytes than any disk has."""
         shapes = [(), (0,), (0, 2**62), (1,) * 70, (2**20, 2**20), (2**40,), (2**21, 2**21)]
         shape = self._random.choice(shapes)
         return lay_out([("w", self._random.choice(("float32", "bool")), shape, digest(b""))])
@@ -130,7 +129,7 @@ class ParameterTarget:
         ]
 
     def _delta(self, version: Version) -> messages.GetDelta:
-        """Facts that changed since the previous version."""
+        """A request for the changes since the previous version."""
         base, lineage = Version(max(version - 1, 0)), Lineage(0)
         return messages.GetDelta(
             lineage=lineage, version=version, base_lineage=lineage, base_version=base, offset=0, nbytes=400, width=4

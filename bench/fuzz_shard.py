@@ -1,4 +1,4 @@
-"""A trajectory server under malformed messages: the real service and store; the scheduler accepts nearly everything."""
+"""A trajectory server under malformed messages: the real service and store, with a permissive scheduler."""
 
 import asyncio
 import shutil

@@ -56,8 +56,8 @@ class Ears:
         then: Callable[[], None],
         late: Callable[[Reply], None] | None = None,
     ) -> Reply | None:
-        """The reply that has arrived once ``then`` has run, or None while the call waits. ``late`` gets it at any later
-        time."""
+        """The reply that has arrived once ``then`` has run, or None while the call waits. ``late`` receives
+        every reply, whenever it arrives."""
         heard: list[Reply] = []
 
         def on_reply(reply: Reply) -> None:

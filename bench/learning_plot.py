@@ -15,7 +15,7 @@ LABELS = {"samples": "samples", "seconds": "seconds, engine and trainer on a cor
 
 
 def plots(runs: Sequence[Run], stem: Path) -> list[Path]:
-    """Draw one picture of all, then one per task and learning rate, next to ``stem``. Draw none without matplotlib or
+    """Draw one picture of all, then one per task and learning rate, next to ``stem``; none without matplotlib or
     runs."""
     try:
         import matplotlib

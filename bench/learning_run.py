@@ -176,7 +176,7 @@ class Loop:
         return Request(id=number, prompt_ids=np.array(problem.prompt_ids, np.int32), sampling=self._sampling, seed=seed)
 
     def _ended(self, trajectory: Trajectory) -> None:
-        """Handle the end of a sample. The last one of a group makes its payload, its rewards, and the ledger's push and
+        """Handle the end of a sample. The last of a group makes its payload, its rewards, and the ledger's push and
         occupy."""
         size = self._config.rollout.group_size
         group = trajectory.id // size

@@ -99,8 +99,7 @@ def raw(live: int) -> float:
 
 
 def lifecycle(live: int) -> dict[str, float]:
-    """Microseconds a reserve, push and occupy with ``live`` groups alive; no batch is sealed, so that no group
-    leaves."""
+    """Microseconds a reserve, push and occupy with ``live`` groups alive; no batch is sealed, so no group leaves."""
     batch_size = live + ROUNDS * OPERATIONS + 1
     machine = filled(live, max_staleness=2, batch_size=batch_size)
     rounds: dict[str, list[float]] = {"reserve": [], "push": [], "occupy": [], "renew": []}

@@ -36,8 +36,7 @@ WEIGHTS = {
 
 
 def compare(seed: int, events: int) -> Counter[str]:
-    """Run one history of ``events`` events; return the number of times of each event. ``AssertionError`` at a
-    difference."""
+    """Run one history of ``events`` events; return the counts of events. ``AssertionError`` at a difference."""
     draw = random.Random(seed)
     pair = SameAsTheBuffers()
     pair.begin(

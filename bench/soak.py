@@ -88,8 +88,7 @@ class Seen(msgspec.Struct):
 
 
 class Kept:
-    """Outcomes of the same code, in a file, so that an interrupted soak continues. Outcomes of other code are
-    discarded."""
+    """Outcomes of the same code, in a file, so that an interrupted soak continues. Other outcomes are discarded."""
 
     def __init__(self, path: Path, per_seed: int) -> None:
         self._path = path
@@ -137,8 +136,7 @@ def runs(first: int, per_seed: int, processes: int, without: Container[int]) -> 
 def soak(
     work: Iterator[Outcome], totals: Totals, kept: Kept | None, events: int, most_s: float, console: Console
 ) -> Outcome | None:
-    """Run until the number of events or the time limit is reached, or until Ctrl-C. If a run breaks a rule, return that
-    run."""
+    """Run until the number of events, the time limit or Ctrl-C. If a run breaks a rule, return that run."""
     ends_s = totals.spent_s + most_s
     told_s = time.monotonic()
     with suppress(KeyboardInterrupt):

@@ -265,7 +265,7 @@ class Reverb:
 
 
 GATHERED = "TransferQueue, 256 a put"
-"""Waits for more than one put: the latency of one put is undefined."""
+"""It waits for more than one put, so the latency of a single put is undefined."""
 
 PEERS: dict[str, Callable[[], Any]] = {
     "multiprocessing queue, one a put": lambda: Queue(together=False),

@@ -166,7 +166,7 @@ def serve(place: str, port: int, delta: str) -> None:
 
     chain = mock.patch.object(tree, "FANOUT", 1)
     far = mock.patch.object(tree, "ROOT_READERS", 0)  # the reader goes to the last relay only
-    others = mock.patch.object(tree, "is_loopback", str.isspace)  # no address is: all are reached from everywhere
+    others = mock.patch.object(tree, "is_loopback", str.isspace)  # no address is loopback: any host reaches all
     with chain, far, others, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serving())
 

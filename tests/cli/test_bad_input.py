@@ -1,5 +1,4 @@
-"""Bad input exits with code 2 and one line that names the key, the value and the allowed values; nothing is started or
-written."""
+"""Bad input exits with code 2 and one line with the key, the value and the allowed values, and has no other effect."""
 
 import importlib.util
 import json

@@ -66,8 +66,8 @@ STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def mutations(lines: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
-    """(line, field, value): each field of each kind once with each value; ``TIMES`` for the first line and one other
-    line."""
+    """(line, field, value): each field of each kind once with each value; ``TIMES`` for the first line and one
+    other."""
     seen: set[tuple[str, str]] = set()
     for number, line in enumerate(lines):
         for field in [*line, "more", "members"]:

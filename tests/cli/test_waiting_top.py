@@ -22,8 +22,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def played(monkeypatch: pytest.MonkeyPatch, holders: list[str | None], answers: list[bool]) -> Iterator[str | None]:
-    """Script the holder of the directory and the state of the address at each poll; return the holders not polled
-    yet."""
+    """Script the holder of the directory and the state of the address at each poll; return the holders not polled."""
     held, heard = iter(holders), iter(answers)
 
     def holder(run_dir: Path) -> str | None:
