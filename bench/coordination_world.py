@@ -88,8 +88,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "moe": ("k1=7.28e-8", "k2=0.0115108", "k3=1.249e-4", "k4=8.671926e-4"),
 }
 """Seconds of a decode step. The targets were measured with ``flat``; ``moe`` is the fit of StaleFlow's authors to a
-Qwen3-30B-A3B (Somoku/psrl, cost_model/qwen_moe_30b): a crowded engine is slower.
-"""
+Qwen3-30B-A3B (Somoku/psrl, cost_model/qwen_moe_30b): a crowded engine is slower."""
 
 
 def lengths(size: Size) -> dict[str, tuple[str, ...]]:

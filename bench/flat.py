@@ -30,8 +30,7 @@ LOGS = ("trace.jsonl", "metrics.jsonl", "logs")
 ROOM = {"memory": (1.10, 4 << 20), "files": (1.0, 2), "store": (1.25, 8 << 20)}
 """Maximum growth of a resource: a factor, and an additional amount (bytes, descriptors). A store's file needs room for
 the data that arrives between two queries for removable data, which are two seconds apart; ten times that amount passes
-through it.
-"""
+through it."""
 _PROCESS = """
 import sys
 from pathlib import Path

@@ -15,8 +15,7 @@ LAST = 4
 """Number of evaluations whose mean is a run's final reward."""
 NOISE = 0.06
 """A smaller mean loss over the seeds is noise: seeds of one choice differ by 0.04 (their standard deviation, measured
-at a learning rate of 5e-4, with a correction, max_staleness up to 2).
-"""
+at a learning rate of 5e-4, with a correction, max_staleness up to 2)."""
 
 
 def choice(run: Run) -> Choice:

@@ -1,5 +1,4 @@
-"""Verify that the promises hold over many runs full of faults, each with another seed, until the target number of
-events.
+"""Verify the promises in run after run full of faults, each with another seed, up to a target number of events.
 
     python -m bench.soak                                    10^7 events, two processes
     python -m bench.soak --events 1000000 --first 100 --processes 1 --publish
