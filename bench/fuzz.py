@@ -1,4 +1,4 @@
-"""Verify that any bytes give either a message or a refusal: the codec and every server's message boundary.
+"""Verify that any bytes give a message or a refusal and nothing else: the codec and every server's message boundary.
 
     python -m bench.fuzz                                  100,000 messages, as ``make test`` does
     python -m bench.fuzz --messages 10000000 --seed 1     the long one; prints the table of bench/results

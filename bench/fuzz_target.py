@@ -1,7 +1,7 @@
 """The common part of all fuzzed servers: a message arrives as from an endpoint, and the reply is decoded.
 
-The property under test: any bytes give a message, a ``ProtocolError`` or a refusal; a refused message changes no state;
-the reader of every reply can decode it.
+The property under test: any bytes give a message, a ``ProtocolError`` or a refusal and nothing else; a refused
+message changes no state; the reader of every reply can decode it.
 """
 
 from collections.abc import Callable, Hashable, Sequence

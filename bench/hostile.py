@@ -1,4 +1,4 @@
-"""A peer that implements just enough ZMTP 3.0 to attack: handcrafted greetings, handshakes and frames over TCP."""
+"""A peer that implements just enough ZMTP 3.0 to attack: handmade greetings, handshakes and frames, over plain TCP."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Compare the ledger with the paper's versioned buffers in every admission, batch and readiness, on random events.
+"""Compare the ledger with the paper's versioned buffers in every admission, batch and readiness, on 10^6 events.
 
 The same two machines and the same comparisons as ``tests/protocols/consistency/test_model.py``, with wider limits, an
 event chosen by weight instead of by hypothesis, and a new history every few hundred events. The comparison ends at the
