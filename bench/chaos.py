@@ -1,12 +1,12 @@
-"""Does the quickstart train through sixty faults of every kind? Runs it under ``staleflow chaos``; prints what it lost.
+"""Run the quickstart under ``staleflow chaos``, through sixty faults of every kind; measure the losses.
 
-The faults are spread over the whole run: how often one comes is computed again and again from the speed so far. The
-goal: it ends normally, its trace is clean, and at least 90 % of the time went into training (the best that is published
-for training under faults: above 80 %). Exit 1 when it is missed.
+The faults are spread over the whole run: the time between two faults is recomputed repeatedly from the speed so far.
+The goal: the run ends normally, its trace is clean, and at least 90 % of the time went into training (the best
+published share for training under faults is above 80 %). Exit 1 when the goal is missed.
 
-Effective training time: that of every new version, but a version that took more than ``STALL`` times the median counts
-with the median only, whatever the reason was. Versions that a trainer makes again after coming back from a checkpoint
-are no new ones, and the time for them is lost.
+Effective training time is the time of every new version. A version that took more than ``STALL`` times the median
+counts with the median only, whatever the reason was. Versions that a trainer repeats after a restart from a checkpoint
+are not new, and the time for them is lost.
 """
 
 import json
@@ -29,21 +29,22 @@ from staleflow.trace.audit.report import audit
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 GOAL = 0.9
 QUIET_STEPS = 20
-"""Steps before the first fault, by which the speed is judged."""
+"""Steps before the first fault; their speed is the reference."""
 STALL = 3.0
 LEG = 20
-"""Faults after which their pace is set anew."""
+"""Number of faults after which the pace is recomputed."""
 STEADY = (
     *("rollout.filter=none", "trainer.eval_every=0"),
     *("scheduler.lease_s=3.0", "trainer.checkpoint_every=5", "reward.workers=2"),
 )
-"""Steps of one length, so that a lost second can be told from a long step; leases that end within a stop."""
+"""Settings for steps of equal length, so that a lost second is distinguishable from a long step, and for leases that
+expire within a pause."""
 CLI = (sys.executable, "-m", "staleflow.cli")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a run under chaos came to."""
+    """Outcome of a run under chaos."""
 
     code: int
     faults: Counter[str]
@@ -55,7 +56,7 @@ class Outcome:
     quiet_step_s: float
     """Mean time of a version before the first fault."""
     step_s: float
-    """And over the whole run, everything included."""
+    """Mean time of a version over the whole run, everything included."""
     wall_s: float
     events: Counter[str]
 
@@ -65,7 +66,7 @@ class Outcome:
 
 
 def events(run_dir: Path, *names: str) -> Iterator[dict[str, Any]]:
-    """Whole lines of the trace so far that tell of these events."""
+    """Complete lines of the trace so far that record these events."""
     path = run_dir / "trace.jsonl"
     if path.exists():
         for line in path.read_bytes().split(b"\n")[:-1]:
@@ -75,7 +76,7 @@ def events(run_dir: Path, *names: str) -> Iterator[dict[str, Any]]:
 
 
 def gaps(run_dir: Path) -> list[tuple[float, float]]:
-    """(unix seconds at its end, seconds) of each version that was new: later ones than any before it."""
+    """(unix seconds at its end, seconds) of each new version: one with a higher number than all versions before it."""
     highest, last, found = 0, 0.0, list[tuple[float, float]]()
     for event in events(run_dir, "publish"):
         now = event["t"] / 1e9
@@ -95,7 +96,8 @@ def effective(seconds: Sequence[float]) -> float:
 
 
 def until_quick(run_dir: Path, process: "subprocess.Popen[bytes]") -> float:
-    """Wait for the quiet steps; the mean seconds of one, but for the first, which waits for everybody to start."""
+    """Wait for the quiet steps; return the mean seconds of one, without the first, which includes the
+    start of all processes."""
     while len(found := gaps(run_dir)) < QUIET_STEPS:
         if process.poll() is not None:
             raise SystemExit(f"the run ended early with {process.returncode}")
@@ -104,7 +106,7 @@ def until_quick(run_dir: Path, process: "subprocess.Popen[bytes]") -> float:
 
 
 def harm(run_dir: Path, *, steps: int, faults: int, seed: int) -> list[dict[str, Any]]:
-    """All faults, in legs; what each said of itself."""
+    """Inject all faults, in legs; return the report of each fault."""
     told: list[dict[str, Any]] = []
     with bar("faults") as tell:
         while len(told) < faults:
@@ -123,7 +125,7 @@ def harm(run_dir: Path, *, steps: int, faults: int, seed: int) -> list[dict[str,
 
 
 def harmed(run_dir: Path, overrides: Sequence[str], *, steps: int, faults: int, seed: int, log: Path) -> Outcome:
-    """One whole run under chaos."""
+    """Run the quickstart once under chaos."""
     started = time.monotonic()
     command = [*CLI, "run", str(CONFIG), f"trainer.steps={steps}", *STEADY, *overrides]
     with log.open("wb") as output:
@@ -148,7 +150,7 @@ def harmed(run_dir: Path, overrides: Sequence[str], *, steps: int, faults: int, 
 
 
 def table(outcome: Outcome) -> list[tuple[str, str]]:
-    """What there is to say of it."""
+    """Lines of the printed report."""
     summary = outcome.summary
     named = ("rollback", "join", "open", "release:expired", "release:aborted", "drop:quarantine", "reject:stale_lease")
     return [

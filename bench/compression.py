@@ -1,12 +1,12 @@
-"""What lossless compression of payload would save on a link between hosts, and what it would cost.
+"""Measure how much lossless compression of payload would save on a link between hosts, and its cost.
 
-Log-probabilities are those of a real run of the quickstart, as they come, and each value once: its few contexts come
-again and again, which those of a large vocabulary do not. Tokens are those of the standard library's sources under a
-byte-pair vocabulary of 32,768 that is made here. Each column is cut into groups of 8 samples with 512 tokens; each
-group goes through zstd by itself, as it is, and with the first bytes of all values before the second ones. Printed are
-how many times fewer bytes there are, MB/s of both directions on one core (its own time: a busy machine does not
-matter), and seconds a GB over links of 0.1, 1 and 10 Gbit/s: as it is, and compressed while the link is busy (the
-slowest of the three decides).
+The log-probabilities come from a real run of the quickstart, once as they are and once with each value only once: the
+few contexts of the quickstart repeat, while those of a large vocabulary do not. The tokens come from the sources of the
+standard library under a byte-pair vocabulary of 32,768 that is trained here. Each column is cut into groups of 8
+samples with 512 tokens. Each group goes through zstd separately, as it is, and with the first bytes of all values
+before the second ones. The output shows the compression ratio, MB/s of both directions on one core (CPU time, so a busy
+machine does not matter), and seconds a GB over links of 0.1, 1 and 10 Gbit/s: uncompressed, and compressed while the
+link is busy (the slowest of the three stages decides).
 
     python -m bench.compression [--steps 20] [--groups 64]
 """
@@ -41,16 +41,16 @@ Column = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one way to compress one column."""
+    """Results of one way to compress one column."""
 
     times: float
-    """How many times fewer bytes."""
+    """Uncompressed size divided by compressed size."""
     pack_mb_s: float
     unpack_mb_s: float
 
 
 def logprobs_of_a_run(steps: int) -> Column:
-    """Of all completions that lie at the trajectory server after so many steps."""
+    """All completions that the trajectory server stores after that many steps."""
     with tempfile.TemporaryDirectory(prefix="sf-") as place:
         run_dir = Path(place) / "run"
         more = ("trainer.checkpoint_every=100000", "trainer.eval_prompts=0", "trainer.eval_every=0")
@@ -67,7 +67,7 @@ def logprobs_of_a_run(steps: int) -> Column:
 
 
 def stored(folder: Path) -> list[GroupPayload]:
-    """Every group of a shard that has ended."""
+    """Every group in the store of a finished shard."""
     size = 1 << 32
     store = TrajectoryStore(
         Store(folder, tables=TABLES, map_bytes=size, durability="process"),
@@ -85,7 +85,7 @@ def stored(folder: Path) -> list[GroupPayload]:
 
 
 def tokens_of_text(count: int) -> Column:
-    """int32: so many tokens of text, at most."""
+    """Return at most that many tokens of text, as int32."""
     from tokenizers import ByteLevelBPETokenizer
 
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -97,12 +97,12 @@ def tokens_of_text(count: int) -> Column:
 
 
 def shuffled(column: Column) -> bytes:
-    """The first bytes of all values, then the second ones, and so on."""
+    """The first bytes of all values, then the second bytes, and so on."""
     return column.view(np.uint8).reshape(len(column), -1).T.tobytes()
 
 
 def cost(column: Column, level: int, *, planes: bool) -> Cost:
-    """Over all groups of a column, each by itself, and compared afterwards. ``planes``: ``shuffled`` first."""
+    """Compress all groups of a column, each separately, and verify the result. ``planes``: ``shuffled`` first."""
     pack, unpack = zstandard.ZstdCompressor(level=level), zstandard.ZstdDecompressor()
     groups = [column[at : at + GROUP_TOKENS] for at in range(0, len(column) - GROUP_TOKENS + 1, GROUP_TOKENS)]
     nbytes = sum(group.nbytes for group in groups)
@@ -116,14 +116,14 @@ def cost(column: Column, level: int, *, planes: bool) -> Cost:
 
 
 def restored(data: bytes, dtype: np.dtype[Any], *, planes: bool) -> Column:
-    """The column of these bytes."""
+    """Results for the column of these bytes."""
     if not planes:
         return np.frombuffer(data, dtype)
     return np.frombuffer(data, np.uint8).reshape(dtype.itemsize, -1).T.copy().view(dtype)[:, 0]
 
 
 def seconds_a_gb(cost: Cost | None, gbit: float) -> float:
-    """Over a link, all of it busy at the same time."""
+    """Seconds over a link when all stages are busy at the same time."""
     link = 1000 / (gbit * 125)
     if cost is None:
         return link
@@ -134,7 +134,7 @@ def seconds_a_gb(cost: Cost | None, gbit: float) -> float:
 @click.option("--steps", default=20, show_default=True, help="Of the run that gives the log-probabilities.")
 @click.option("--groups", default=128, show_default=True, help="Groups of 8 samples with 512 tokens.")
 def main(steps: int, groups: int) -> None:
-    """As the module says."""
+    """Run the measurement that the module describes."""
     count = groups * GROUP_TOKENS
     real = logprobs_of_a_run(steps)
     once = real[np.sort(np.unique(real, return_index=True)[1])]

@@ -1,4 +1,4 @@
-"""The raw limit: messages of the same number and size, against a server that only sends some bytes back."""
+"""The raw limit: messages of the same number and size, against a server that only returns some bytes."""
 
 import asyncio
 import time
@@ -24,11 +24,11 @@ from staleflow.protocols.wire.messages import (
 )
 
 GROUPS_A_REPORT = 4
-"""About what a worker is told at once when many are attached."""
+"""Approximate number of groups that one reply assigns to a worker when many workers are attached."""
 
 
 def serve_echo(address: str) -> None:
-    """A blocking ROUTER loop: reports get commands, operations get results, all of it encoded once."""
+    """A blocking ROUTER loop: reports get commands, operations get results, and all replies are encoded once."""
     socket: zmq.Socket[bytes] = zmq.Context[zmq.Socket[bytes]]().socket(zmq.ROUTER)
     socket.bind(address)
     group, lease = GroupId(1_000_000), LeaseId(1_000_000)
@@ -41,7 +41,7 @@ def serve_echo(address: str) -> None:
 
 
 def _messages(worker: WorkerId) -> tuple[bytes, bytes, bytes]:
-    """A report, a message of pushes and one of occupies, of the usual size."""
+    """A report, a message of pushes and a message of occupies, of the usual size."""
     push = RegisterPush(
         group=GroupId(1_000_000),
         lease=LeaseId(1_000_000),
@@ -65,7 +65,7 @@ def _messages(worker: WorkerId) -> tuple[bytes, bytes, bytes]:
 
 
 class Asker:
-    """One DEALER that sends fixed bytes and calls back with each answer."""
+    """One DEALER that sends fixed bytes and runs a callback with each reply."""
 
     def __init__(self, address: str, name: str, then: Callable[[float], None]) -> None:
         self._then = then

@@ -1,7 +1,7 @@
 """A load for the scheduler: attached workers, a shard, a parameter server and a trainer, real sockets, no payload.
 
-Every worker keeps a report open and holds what it is assigned; the shard registers pushes and occupies in batches; the
-trainer consumes as soon as a batch is sealed. Generation takes no time: the scheduler is all that is measured.
+Every worker keeps a report open and keeps the groups that it is assigned. The shard registers pushes and occupies in
+batches. The trainer consumes as soon as a batch is sealed. Generation takes no time, so only the scheduler is measured.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ from staleflow.protocols.wire.messages import (
 
 OPS_A_MESSAGE = 32
 UNDER_WAY = 1
-"""Messages of pushes that wait for their answer, and as many of occupies."""
+"""Number of messages of pushes that wait for their reply; the same number of occupies."""
 CHECKPOINT_EVERY = 4
 SHA = "0123456789abcdef" * 4
 LINEAGE = Lineage(0)
@@ -57,7 +57,7 @@ Then = Callable[[Reply, float], None]
 
 
 class Peer:
-    """One DEALER, as thin as it can be: requests out, each answer to its own callback with the seconds it took."""
+    """One minimal DEALER: requests out, each reply to its own callback with the seconds it took."""
 
     def __init__(self, address: str, name: str) -> None:
         self.name = name
@@ -82,12 +82,12 @@ class Peer:
 
 
 def ignore(_: Reply, __: float) -> None:
-    """Nobody looks at this answer."""
+    """Ignore this reply."""
 
 
 @dataclass
 class Counts:
-    """What was acknowledged while the clock ran."""
+    """Operations that were acknowledged during the measurement."""
 
     reserves: int = 0
     pushes: int = 0
@@ -96,7 +96,7 @@ class Counts:
     reports: int = 0
     seconds: float = 0.0
     cpu_s: float = 0.0
-    """Of the server's process."""
+    """CPU seconds of the server process."""
     latencies_s: list[float] = field(default_factory=list[float])
 
     @property
@@ -105,7 +105,7 @@ class Counts:
 
     @property
     def cpu_us(self) -> float:
-        """Server's CPU time an operation."""
+        """CPU time of the server per operation."""
         return 1e6 * self.cpu_s / max(self.operations, 1)
 
     @property
@@ -113,13 +113,13 @@ class Counts:
         return self.operations / self.seconds
 
     def latency_ms(self, share: float) -> float:
-        """Of a message of operations, from before its encoding to after the decoding of its answer."""
+        """Latency of a message of operations, from before its encoding to after the decoding of its reply."""
         ordered = sorted(self.latencies_s)
         return 1000 * ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else 0.0
 
 
 class Worker:
-    """An instance that finishes whatever it is told to do at once."""
+    """An instance that finishes every assigned group at once."""
 
     def __init__(self, address: str, number: int, assigned: "Callable[[Worker, Assign], None]") -> None:
         self.peer = Peer(address, f"rollout-{number}")
@@ -130,7 +130,7 @@ class Worker:
         self._version = Version(-1)
 
     def report(self) -> None:
-        """Say how it is and wait for commands."""
+        """Report the state and wait for commands."""
         self.reports += 1
         stats = InstanceStats(lineage=LINEAGE, version=self._version, running=len(self.held))
         worker = self.peer.worker
@@ -156,7 +156,7 @@ class Worker:
 
 
 class Shard:
-    """Registers what workers finished, in batches, a few of them under way."""
+    """Registers finished groups in batches, a few batches under way at a time."""
 
     def __init__(self, address: str, counts: Callable[[], Counts]) -> None:
         self.peer = Peer(address, "trajectories-0")
@@ -172,7 +172,7 @@ class Shard:
         self.send()
 
     def send(self) -> None:
-        """Keep ``UNDER_WAY`` messages of each kind under way while there is something to register."""
+        """Keep ``UNDER_WAY`` messages of each kind under way while groups remain to be registered."""
         while self._pushes and self._pushing < UNDER_WAY:
             pushed = [self._pushes.popleft() for _ in range(min(len(self._pushes), OPS_A_MESSAGE))]
             self._pushing += 1
@@ -265,7 +265,7 @@ class Load:
         return self._counts
 
     async def run(self, warm_up_s: float, seconds: float, server: psutil.Process) -> Counts:
-        """Attach everybody, warm up, measure."""
+        """Attach all workers, warm up, measure."""
         self._attach(self._shard.peer, "trajectories", rows=1_000_000, endpoint="ipc:///bench/shard")
         self._attach(self._parameters, "parameters", endpoint="ipc:///bench/parameters")
         self._attach(self._trainer.peer, "trainer")
@@ -319,7 +319,7 @@ def cpu_seconds(server: psutil.Process) -> float:
 
 
 def _all_done(reply: Reply) -> int:
-    """How many operations were done; all of them must be."""
+    """Number of completed operations; all must be completed."""
     if not isinstance(reply, Results) or any(result.code is not None for result in reply.results):
         raise RuntimeError(f"an operation was refused: {reply}")
     return len(reply.results)

@@ -1,11 +1,11 @@
-"""How many lease operations a second one scheduler carries, beside a raw ZeroMQ echo of the same shape.
+"""Measure how many lease operations a second one scheduler carries, beside a raw ZeroMQ echo of the same shape.
 
     python -m bench.control_plane                       1, 64 and 1,024 workers, both durabilities
     python -m bench.control_plane --workers 64 --seconds 10 --json
 
 One operation is one group's reserve, push or occupy, or one batch's consume. The scheduler is the real process with its
-store and trace; the load is one process with a socket a worker. Both share the machine's cores. The echo is a plain
-blocking ROUTER loop that answers messages of the same number and size without reading them.
+store and trace; the load is one process with a socket per worker. Both share the machine's cores. The echo is a plain
+blocking ROUTER loop that replies to messages of the same number and size without reading them.
 """
 
 import argparse
@@ -45,18 +45,18 @@ class Row:
     p50_ms: float
     p99_ms: float
     cpu_us: float
-    """CPU time of the server an operation: what a quiet machine would be bound by."""
+    """CPU time of the server per operation: the limit on a machine without other load."""
     share_of_echo: float = 1.0
 
 
 def shape(workers: int) -> tuple[int, int]:
-    """Batch size and capacity of a worker: a window that keeps every worker busy, steps of a quarter second or more."""
+    """Batch size and worker capacity: a window that keeps every worker busy, with steps of a quarter second or more."""
     batch_size = max(256, 2 * workers)
     return batch_size, max(8, -(-batch_size * (MAX_STALENESS + 1) // workers))
 
 
 def config_for(workers: int, durability: Durability) -> Config:
-    """A run of this shape; nothing but the scheduler is started of it."""
+    """Configuration of a run of this shape; only its scheduler is started."""
     batch_size, _ = shape(workers)
     return Config(
         prompts=Prompts(source="bench:prompts"),
@@ -120,7 +120,7 @@ async def _listening(address: str) -> None:
 
 
 def measure_echo(workers: int, seconds: float) -> Counts:
-    """The same messages against a server that reads nothing."""
+    """Send the same messages to a server that does not read them."""
     with tempfile.TemporaryDirectory(prefix="staleflow-bench-") as folder:
         address = f"ipc://{folder}/echo"
         process = multiprocessing.get_context("spawn").Process(target=serve_echo, args=(address,), daemon=True)
@@ -138,7 +138,7 @@ async def _echoed(address: str, workers: int, seconds: float, server: psutil.Pro
 
 
 def rows_for(workers: int, seconds: float) -> list[Row]:
-    """Echo, process, power at one number of workers."""
+    """Measure echo, process and power at one number of workers."""
     batch_size, _ = shape(workers)
     echo = measure_echo(workers, min(seconds, 3.0))
     rows = [

@@ -1,9 +1,9 @@
-"""The targets of coordination: how fast and how fresh the shipped strategies are, beside peers and what is possible.
+"""The targets of coordination: speed and freshness of the shipped strategies, beside peers and theoretical limits.
 
-One table a row of targets, in virtual time, with the shipped scheduler: what was run, its target, what it came to, the
+Print one table per row of targets, in virtual time, with the shipped scheduler: the run, its target, the result, the
 bound that applies to the very lengths that were drawn, and whether the target is met. The targets were set with a
-simulator that lets a version out when its step begins, so they are judged so (``--publish start``); what the same runs
-come to when versions are out after their step, as they really are, is printed behind it.
+simulator that publishes a version when its step begins, so they are judged in the same way (``--publish start``). The
+results of the same runs with versions published after their step, as in reality, are printed after it.
 
     python -m bench.coordination [--rows token,trajectory] [--publish start|end|both] [--cost moe] [--workers 2]
     python -m bench.coordination --small            what CI runs: a smaller world, in seconds
@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def ledger(events: int) -> Table:
-    """The ledger and the paper's buffers, event by event; ``AssertionError`` at the first difference."""
+    """Run the ledger and the paper's buffers event by event; ``AssertionError`` at the first difference."""
     done: Counter[str] = Counter()
     histories = 0
     while (left := events - done.total()) > 0:
@@ -52,7 +52,7 @@ def ledger(events: int) -> Table:
 
 
 def tables(rows: Sequence[str], size: Size, cost: str, publishes: Sequence[Publish], workers: int) -> Iterator[Table]:
-    """Those that were asked for, in order; each moment of publication after the other."""
+    """The requested rows in order, one moment of publication after the other."""
     runs = Runs(workers)
     if "ledger" in rows:
         yield ledger(size.events)
@@ -71,7 +71,7 @@ def tables(rows: Sequence[str], size: Size, cost: str, publishes: Sequence[Publi
 
 
 def heading(size: Size, cost: str, seconds: float) -> str:
-    """Hardware, date, command and world, as results are written down."""
+    """Hardware, date, command and world, as in the files of results."""
     cores, today = os.cpu_count(), time.strftime("%Y-%m-%d")
     command = " ".join(["python -m bench.coordination", *sys.argv[1:]])
     return (
@@ -101,7 +101,7 @@ def _rows(_: click.Context, __: click.Parameter, value: str) -> list[str]:
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(min=1), help="Runs at once, a core each.")
 @click.option("--report", is_flag=True, help="Write the tables into bench/results.")
 def main(small: bool, rows: list[str], publish: str, cost: str, seeds: int | None, workers: int, report: bool) -> None:
-    """Run and print; a table as soon as it is there."""
+    """Run and print; each table appears as soon as it is complete."""
     started = time.perf_counter()
     size = SMALL if small else FULL
     size = replace(size, seeds=seeds or size.seeds)

@@ -1,7 +1,7 @@
-"""How fast, and how fresh, a bound allows a run to be: ``docs/consistency.md``, "How fast a bound can be", in numbers.
+"""Limits of speed and freshness under a bound: ``docs/consistency.md``, "How fast a bound can be", in numbers.
 
-Everything is reckoned from the lengths that a simulation draws. ``early`` says when a version is out: with the batch of
-its step, as the StaleFlow authors' own simulator has it, instead of after its step, as it really is.
+All limits are computed from the lengths that a simulation draws. ``early`` selects the moment of publication: together
+with the batch of the step, as in the simulator of the StaleFlow authors, instead of after the step, as in reality.
 """
 
 import numpy as np
@@ -14,16 +14,16 @@ from staleflow.sim.workload import Workload
 
 Floats = NDArray[np.float64]
 PHASES = 64
-"""Moments of a step at which a trajectory may begin, of which the best one is looked for."""
+"""Number of moments of a step at which a trajectory may begin; the search takes the best one."""
 
 
 def token_s(config: Config) -> float:
-    """The least seconds of a token: of a sample that runs alone, with nothing in its cache."""
+    """Minimum seconds of a token: for a sample that runs alone, with an empty cache."""
     return StepCost.of(config.rollout.simulated).steps_s(1, 1, 0)
 
 
 def drawn(config: Config, groups: int) -> Floats:
-    """[groups, samples]: lengths of the first groups of the prompt stream, the n-th under lease n, as a run draws them
+    """[groups, samples]: lengths of the first groups of the prompt stream, the n-th under lease n, as drawn by a run
     that deals them in this order."""
     workload = Workload(config)
     deck = PromptQueue(seed=config.seed, epochs=config.prompts.epochs)
@@ -33,8 +33,8 @@ def drawn(config: Config, groups: int) -> Floats:
 
 
 def batches(lengths: Floats, batch_size: int, max_staleness: int) -> Floats:
-    """[steps]: the longest of each ``batch_size`` groups that follow each other. The groups of the first
-    ``max_staleness`` + 1 batches all begin with version 0, and train in the order in which they end."""
+    """[steps]: the longest of each ``batch_size`` consecutive groups. The groups of the first ``max_staleness`` + 1
+    batches all begin with version 0, and train in the order in which they end."""
     steps = len(lengths) // batch_size
     longest = lengths[: steps * batch_size].max(axis=1)
     longest[: (max_staleness + 1) * batch_size].sort()
@@ -43,7 +43,7 @@ def batches(lengths: Floats, batch_size: int, max_staleness: int) -> Floats:
 
 
 def clustered(lengths: Floats, block: int) -> Floats:
-    """The same groups, each whole block of them in order of its longest sample, longest first and last in turn."""
+    """The same groups, each whole block ordered by its longest sample, alternately longest first and longest last."""
     order = [
         first + np.argsort(lengths[first : first + block].max(axis=1), kind="stable")[:: 1 if turn % 2 else -1]
         for turn, first in enumerate(range(0, len(lengths), block))
@@ -52,8 +52,8 @@ def clustered(lengths: Floats, block: int) -> Floats:
 
 
 def batch_bound(longest: Floats, token_s: float, train_s: float, max_staleness: int, *, early: bool) -> float:
-    """Steps a minute that no admission of a batch a version can pass: ``60 (eta + 1) / (E[longest] t + T)``, without T
-    when versions are early, and the trainer's own limit."""
+    """Steps a minute that no admission of one batch per version can exceed: ``60 (eta + 1) / (E[longest] t + T)``,
+    without T when versions are early, and the trainer's own limit."""
     chain_s = float(longest.mean()) * token_s + (0.0 if early else train_s)
     return 60.0 / max(train_s, chain_s / (max_staleness + 1))
 
@@ -78,14 +78,14 @@ def window_s(step_s: float, train_s: float, max_staleness: int, *, early: bool) 
 
 
 def masked_floor(lengths: Floats, token_s: float, window_s: float) -> float:
-    """Least share of masked tokens: what of each trajectory is longer than the window, ``E[(L - W)+] / E[L]``."""
+    """Minimum share of masked tokens: the part of each trajectory beyond the window, ``E[(L - W)+] / E[L]``."""
     tokens = lengths.ravel()
     return float(np.maximum(tokens - window_s / token_s, 0.0).sum() / tokens.sum())
 
 
 def masked_floor_unknown(lengths: Floats, token_s: float, window_s: float, step_s: float) -> float:
-    """The same where nobody knows a length beforehand and the trainer never waits: all begin at the same, best, moment
-    of a step, and one that ends waits for the next batch."""
+    """The same for unknown lengths and a trainer that never waits: all trajectories begin at the same, best, moment of
+    a step, and a finished one waits for the next batch."""
     seconds = lengths.ravel() * token_s
     floors: list[float] = []
     for begin_s in np.arange(PHASES) * (step_s / PHASES):
@@ -95,12 +95,12 @@ def masked_floor_unknown(lengths: Floats, token_s: float, window_s: float, step_
 
 
 def freshest(lengths: Floats, token_s: float, train_s: float, *, early: bool) -> float:
-    """Least mean staleness of a trainer that never waits: each group begins with the version that is just out, and
+    """Minimum mean staleness of a trainer that never waits: each group begins with the version just published, and
     trains in the first step that begins after its end, ``E[ceil(L t / T)]``; one less when versions are early."""
     steps = np.ceil(lengths.max(axis=1) * token_s / train_s)
     return float(np.maximum(steps - early, 0.0).mean())
 
 
 def volume_limit(lengths: Floats, token_s: float, batches: float) -> float:
-    """Steps a minute that no run can pass that has at most so many batches of groups under way (Little's law)."""
+    """Steps a minute that no run can exceed with at most that many batches of groups under way (Little's law)."""
     return 60.0 * batches / (float(lengths.max(axis=1).mean()) * token_s)

@@ -1,4 +1,4 @@
-"""From 8 engines to 1,024 at the same work for each, and how long a decision takes on the snapshots of such a run."""
+"""Measure 8 to 1,024 engines at the same work for each, and the time of one decision on the snapshots of such a run."""
 
 import time
 from collections.abc import Generator, Sequence
@@ -13,14 +13,14 @@ from staleflow.protocols.coordination.view import Order, Snapshot
 from staleflow.servers.scheduler.coordination import cycle
 
 KEPT, AGAIN = 20, 5
-"""The slowest decisions are made again, so often each, in processor time of their thread: what else the machine does
-meanwhile does not count."""
+"""Number of the slowest decisions that are repeated, and repetitions of each, in CPU time of their thread: other load
+of the machine does not count."""
 MAX_MS = 5.0
 ETA = 2
 
 
 class Stopwatch:
-    """Stands for ``decide``, and keeps what took longest."""
+    """Stands in for ``decide``, and keeps the slowest decisions."""
 
     def __init__(self) -> None:
         self.ms: list[float] = []
@@ -39,7 +39,7 @@ class Stopwatch:
         return orders
 
     def worst_ms(self) -> float:
-        """Of the slowest decisions the slowest one, each at its best."""
+        """The slowest of the repeated decisions, each with its best time."""
         return max(min(_took_ms(*one[2:]) for _ in range(AGAIN)) for one in self._slowest)
 
 
@@ -51,14 +51,14 @@ def _took_ms(snapshot: Snapshot, strategies: Strategies) -> float:
 
 @contextmanager
 def timed() -> Generator[Stopwatch]:
-    """Every cycle's decision, timed."""
+    """Time the decision of every cycle."""
     watch = Stopwatch()
     with patch.object(cycle, "decide", watch.decide):
         yield watch
 
 
 def engines(size: Size, cost: str, publish: Publish) -> Table:
-    """Under the token bound: the longest group of a larger batch is longer, which is no matter of scale."""
+    """Under the token bound: the longest group of a larger batch is longer, which is unrelated to scale."""
     lines: list[Line] = []
     first = 0.0
     for count in size.fleets:

@@ -1,4 +1,4 @@
-"""The rows of targets that one kind of run answers: what is simulated for each, and what is said of it."""
+"""The rows of targets that one kind of run covers: the simulations for each, and the resulting lines."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
@@ -13,12 +13,12 @@ from staleflow.sim.result import Result
 ETAS = (1, 2, 3)
 TOKEN = ("staleness.bound=token",)
 NOISE = 0.5
-"""Standard deviation of the logarithm of a length that its prompt does not tell, of 0.9 in all."""
+"""Standard deviation of the unpredictable part of a length's logarithm; the total is 0.9."""
 TAILED = ("lognormal", "power law", "bimodal")
 
 
 class Bench:
-    """Everything but the ledger and the largest fleet, at one size, cost model and moment of publication."""
+    """All rows except the ledger and the largest fleet, at one size, cost model and moment of publication."""
 
     def __init__(self, runs: Runs, size: Size, cost: str, publish: Publish) -> None:
         self._runs = runs
@@ -54,7 +54,7 @@ class Bench:
         )
 
     def _least(self, configs: Sequence[Config], eta: int, step_s: float) -> tuple[float, float, float]:
-        """Least masked share at steps of ``step_s``; the same at full speed where lengths are unknown; share of the
+        """Minimum masked share at steps of ``step_s``; the same at full speed with unknown lengths; share of the
         trainer's limit that the volume admits."""
         one_s, train_s = bounds.token_s(configs[0]), configs[0].trainer.simulated_step_s
         window_s, least_s = (bounds.window_s(s, train_s, eta, early=self._early) for s in (step_s, train_s))
@@ -65,7 +65,7 @@ class Bench:
         return floor, unknown, min(1.0, limit * train_s / 60)
 
     def trajectory(self) -> Table:
-        """Strict and iid: what dispatch alone can do."""
+        """Strict and iid: the gain from dispatch alone."""
         return self._table("Trajectory bound, wait, iid", [line for eta in ETAS for line in self._trajectory(eta)])
 
     def _trajectory(self, eta: int) -> list[Line]:
@@ -96,8 +96,8 @@ class Bench:
         return found
 
     def clustered(self) -> Table:
-        """Strict, with prompts of like length in the same steps; max_staleness 1. Twice the steps of other runs, since
-        what is learned is not known at first."""
+        """Strict, with prompts of similar length in the same steps; max_staleness 1. Twice the steps of other runs,
+        since the ranker knows nothing at first."""
         block, share = self._size.lookahead, 1.0 - (NOISE / 0.9) ** 2
         known = ("coordination.composition=length_clustered", "simulation.known_lengths=true")
         cases = (
@@ -122,7 +122,7 @@ class Bench:
         speeds = [result.steps_per_min for result in results]
         mean, ratio = Mean.of(speeds), Mean.of([a / b for a, b in zip(speeds, others, strict=True)])
         bias = max((result.length_bias for result in results), key=lambda bias: abs(bias - 1.0))
-        # two runs of other lengths: what is not slower by more than twice the error is not slower
+        # two runs of other lengths: a run counts as slower only beyond twice the error
         fast = ratio.value >= factor if told else ratio.value + 2 * ratio.error >= factor
         return Line(
             what=what,
@@ -149,7 +149,7 @@ class Bench:
         )
 
     def staleness(self) -> Table:
-        """What need not be stale is not."""
+        """No unnecessary staleness at equal throughput."""
         kinds = lengths(self._size)
         cases: tuple[tuple[str, tuple[str, ...], bool], ...] = (
             ("trajectory bound, even lengths", kinds["even"], True),
@@ -160,7 +160,7 @@ class Bench:
         return self._table("Staleness at equal throughput", found)
 
     def _staleness(self, what: str, chosen: Sequence[str], eta: int, fed: bool) -> Line:
-        """``fed``: whole groups are trained by a trainer that need not wait; of other runs no simple bound is known."""
+        """``fed``: whole groups are trained by a trainer that need not wait; otherwise no simple bound is known."""
         worlds = self._worlds(eta, *chosen, *DISPATCH)
         fill, other = self._results(self._worlds(eta, *chosen, *FILL)), self._results(worlds)
         speeds = [_mean(results, _speed) for results in (fill, other)]
@@ -185,7 +185,7 @@ class Bench:
         )
 
     def asynchronous(self) -> Table:
-        """The paper's shape; a step is trained in the time in which the engines, all slots in use, write a batch."""
+        """The paper's shape; a step trains in the time in which the engines, all slots in use, write a batch."""
         engines, batch, group, steps, few = self._size.big
         shape = (f"rollout.workers={engines}", f"trainer.batch_size={batch}", f"rollout.group_size={group}")
         first = self._crowded(*shape, f"trainer.steps={steps}")
@@ -227,7 +227,7 @@ class Bench:
         return self._table(f"Asynchronous beside synchronous: {engines} engines, {batch} groups of {group}", lines)
 
     def _crowded(self, *overrides: str) -> Config:
-        """A fleet with so many samples an engine that it matters, whatever the cost model of the other rows."""
+        """A fleet with enough samples per engine that the cost matters, whatever the cost model of the other rows."""
         costs = [f"rollout.simulated.{one}" for one in COSTS["moe"]]
         return self._world(3, 0, *costs, "rollout.simulated.prompt_share=0.5", *overrides)
 
@@ -271,7 +271,7 @@ def _mean(results: Sequence[Result], of: Callable[[Result], float]) -> float:
 
 
 def _sums(results: Sequence[Result]) -> dict[str, float]:
-    """What must be 0 in any of them."""
+    """Counters that must be 0 in every run."""
     return {
         "violations": sum(result.violations for result in results),
         "discarded": max((result.discarded for result in results), default=0.0),

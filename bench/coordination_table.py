@@ -1,4 +1,4 @@
-"""What the coordination benchmark prints: a table for each row of targets."""
+"""The output of the coordination benchmark: one table for each row of targets."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ HEAD = ("run", "target", "measured", "bound that applies", "met")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One comparison; ``met`` None: it has no target and is there to be compared with."""
+    """One comparison; with ``met`` None it has no target and serves as a reference."""
 
     what: str
     target: str = ""
@@ -17,14 +17,14 @@ class Line:
     bound: str = ""
     met: bool | None = None
     possible: bool = True
-    """Whether the bound that applies leaves room for the target."""
+    """True if the bound that applies leaves room for the target."""
     values: dict[str, float] = field(default_factory=dict[str, float])
     """The measured numbers, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A row of targets. Not ``judged``: the targets were set for runs of another kind, and are only beside it."""
+    """A row of targets. Not ``judged``: the targets were set for runs of another kind and only serve as a reference."""
 
     title: str
     lines: Sequence[Line]

@@ -1,8 +1,9 @@
-"""The runs that the coordination benchmark compares, and how they are run: each once, as many at a time as asked for.
+"""The runs that the coordination benchmark compares, and their execution: each once, with the requested parallelism.
 
-The world is the one that the targets were measured in: engines of 12.4 ms a token however many samples run, lognormal
-lengths (mu 7.2, sigma 0.9, at most 16,384 tokens), a batch of 64 groups, a trainer of 20 s a step. A prompt has all of
-its length (``prompt_share`` 1), so that every strategy and every peer meets the same lengths in the same order.
+The world is the one in which the targets were measured: engines of 12.4 ms a token for any number of running samples,
+lognormal lengths (mu 7.2, sigma 0.9, at most 16,384 tokens), a batch of 64 groups, a trainer of 20 s a step. A prompt
+determines its length completely (``prompt_share`` 1), so that every strategy and every peer meets the same lengths in
+the same order.
 """
 
 import math
@@ -24,7 +25,7 @@ from staleflow.sim.simulate import simulate
 Publish = Literal["start", "end"]
 MU = 7.2
 DISPATCH = ("coordination.routing=cost_model", "coordination.admission=just_in_time")
-"""Dispatch of this service that is compared with others'."""
+"""Dispatch of staleflow that is compared with peers."""
 FILL = ("coordination.routing=least_loaded", "coordination.admission=fill")
 """Dispatch that fills the window."""
 LEARNED = ("coordination.composition=length_clustered", "coordination.ranker=learned")
@@ -32,27 +33,27 @@ LEARNED = ("coordination.composition=length_clustered", "coordination.ranker=lea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large everything is."""
+    """Dimensions of the world."""
 
     engines: int
     batch: int
     scale: float
-    """Lengths, as a multiple of the full ones."""
+    """Factor on the full lengths."""
     train_s: float
     seeds: int
     steps: int
     lookahead: int
-    """Batches that are put in order together."""
+    """Number of batches that are ordered together."""
     big: tuple[int, int, int, int, int]
     """Asynchronous beside synchronous: engines, groups a batch, samples a group, steps, synchronous steps."""
     fleets: tuple[int, ...]
     """Numbers of engines at a fixed work for each."""
     events: int
-    """Of the ledger and the paper's buffers."""
+    """Number of events for the ledger and the paper's buffers."""
 
     @property
     def full(self) -> bool:
-        """Whether it is the world that the targets were set for."""
+        """True for the world that the targets were set for."""
         return self.scale == 1.0
 
 
@@ -80,13 +81,13 @@ SMALL = Size(
     fleets=(4, 16),
     events=3_000,
 )
-"""What the tests run."""
+"""The size that the tests run."""
 
 COSTS: dict[str, tuple[str, ...]] = {
     "flat": ("k1=0.0", "k2=0.0124", "k3=0.0", "k4=0.0"),
     "moe": ("k1=7.28e-8", "k2=0.0115108", "k3=1.249e-4", "k4=8.671926e-4"),
 }
-"""Seconds of a decode step. ``flat`` is what the targets were measured with; ``moe`` is StaleFlow's authors' fit to a
+"""Seconds of a decode step. The targets were measured with ``flat``; ``moe`` is the fit of StaleFlow's authors to a
 Qwen3-30B-A3B (Somoku/psrl, cost_model/qwen_moe_30b): a crowded engine is slower."""
 
 
@@ -109,7 +110,7 @@ def lengths(size: Size) -> dict[str, tuple[str, ...]]:
 
 
 def world(size: Size, cost: str, publish: Publish, *overrides: str, eta: int, seed: int = 0) -> Config:
-    """A run; ``overrides`` are applied last."""
+    """Configuration of a run; ``overrides`` are applied last."""
     first = Config(
         prompts=Prompts(source="nobody:opens"),
         reward=Reward(run="nobody:calls"),
@@ -146,14 +147,14 @@ class Job:
 
 
 class Runs:
-    """Simulates jobs, each one once however often it is asked for."""
+    """Simulates jobs, each one only once for any number of requests."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._done: dict[bytes, Result] = {}
 
     def of(self, jobs: Sequence[Job]) -> list[Result]:
-        """Their results in order, without what is long in them."""
+        """Their results in order, without the long fields."""
         todo = {job.key: job for job in jobs if job.key not in self._done}
         if self._workers == 1 or len(todo) <= 1:
             self._done |= {key: run(job) for key, job in todo.items()}

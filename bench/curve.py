@@ -1,10 +1,10 @@
-"""What keys cost, and what a flood may cost a server: CURVE beside plain TCP and a Unix socket, in one run.
+"""Measure the cost of keys, and the cost of a flood to a server: CURVE beside plain TCP and a Unix socket, in one run.
 
     python -m bench.curve                       round trips, bytes, handshakes, floods
     python -m bench.curve --seconds 2
 
 Server and clients are the product's own ``Endpoint`` and ``Client``, one process each, on the two cores of one machine.
-A flood is a message that never ends, from several connections made by hand, with the default limits.
+A flood is a message that never ends, from several handcrafted connections, with the default limits.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from staleflow.protocols.wire.messages import Done, Metrics
 
 MIB = 1 << 20
 UNDER_WAY = 8
-"""Requests that a client has out at once where bytes count."""
+"""Number of requests that a client keeps under way when throughput is measured."""
 HANDSHAKES = 100
 FLOOD_PEERS = 4
 ME = WorkerId("bench.1")
@@ -49,17 +49,17 @@ class Row(NamedTuple):
 
     what: str
     round_trips: float
-    """A second, one at a time."""
+    """Calls a second, one at a time."""
     pipelined: float
-    """A second, ``UNDER_WAY`` at a time."""
+    """Calls a second, ``UNDER_WAY`` at a time."""
     megabytes: float
-    """A second, messages of 1 MiB."""
+    """Messages of 1 MiB a second."""
     handshake_ms: float
-    """From nothing to the first answer."""
+    """Time from a new client to its first reply."""
 
 
 def serve(address: str, keys: str, guarded: bool, to_parent: "multiprocessing.SimpleQueue[str]") -> None:
-    """A server that answers everything, until it is killed."""
+    """A server that replies to every request until it is killed."""
 
     async def serving() -> None:
         folder = Path(keys)
@@ -95,7 +95,7 @@ def server(address: str, keys: str = "", *, guarded: bool = True) -> Generator[t
 
 
 async def measure(what: str, address: str, transport: Transport, seconds: float) -> Row:
-    """One line."""
+    """One line of the table."""
     client = Client(address, worker=ME, transport=transport)
     await client.ask(ASK, Done)
     single = await _rate(lambda: client.ask(ASK, Done), 1, seconds)
@@ -127,7 +127,7 @@ async def _rate(ask: Callable[[], Awaitable[Done]], at_once: int, seconds: float
 
 
 class Flood(NamedTuple):
-    """What a flood did."""
+    """Effect of a flood."""
 
     what: str
     sent_mib: float
@@ -139,7 +139,7 @@ class Flood(NamedTuple):
 
 
 def flood(what: str, data: bytes, seconds: float, *, guarded: bool, most: int) -> Flood:
-    """Several peers send a message without an end; an honest client asks meanwhile."""
+    """Several peers send a message without an end while an honest client sends requests."""
     with server("tcp://127.0.0.1:0", guarded=guarded) as (address, pid):
         watched = psutil.Process(pid)
         rest = watched.memory_info().rss
@@ -180,7 +180,7 @@ async def _honest(address: str, until: float) -> list[float]:
 
 
 def rows(seconds: float) -> Iterator[Row]:
-    """Plain and CURVE in turn."""
+    """Measure plain and CURVE alternately."""
     with tempfile.TemporaryDirectory(prefix="sf-") as folder:
         keys = f"{folder}/keys"
         with redirect_stdout(None):

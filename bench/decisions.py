@@ -1,9 +1,9 @@
-"""How long one decision takes: ``decide`` on a snapshot of a fleet after a new version came out.
+"""Measure the time of one decision: ``decide`` on a snapshot of a fleet after a new version was published.
 
     python -m bench.decisions                       every routing at 8 to 1,024 instances
     python -m bench.decisions --instances 1024 --repeat 200
 
-Half of the instances hold groups already, all have a fitted cost, 128 groups are next and may start.
+Half of the instances hold groups already, all have a fitted cost, and 128 groups are next and may start.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def fleet(instances: int) -> Snapshot:
 
 
 def measure(snapshot: Snapshot, strategies: Strategies, repeat: int) -> list[float]:
-    """Milliseconds of each of so many decisions, ascending."""
+    """Milliseconds of each of that many decisions, ascending."""
     took: list[float] = []
     for _ in range(repeat):
         started = time.perf_counter()

@@ -1,10 +1,10 @@
-"""How many bytes a delta saves between versions of a real training run, and what it costs to make and to apply.
+"""Measure the bytes that a delta saves between versions of a real training run, and the cost to encode and apply it.
 
 Trains the quickstart's model with its weights in bfloat16 and a learning rate of 1e-6, as large models are trained, and
-pulls every version while the run lasts. Prints for versions 1, 2, 4 and 8 steps apart: how many elements differ, how
-many times fewer bytes travel, raw (gaps and values) and compressed (gaps and steps through zstd), and seconds a GB.
-Then the same for one large matrix made up to behave alike, since so small a model says little about speed; beside it
-the raw limits, a memcpy and zstd of the version itself. Every delta is applied and compared bit by bit.
+pulls every version while the run lasts. For versions 1, 2, 4 and 8 steps apart it prints the number of elements that
+differ, the reduction of bytes, raw (gaps and values) and compressed (gaps and steps through zstd), and seconds a GB.
+It repeats the same for one large synthetic matrix that behaves alike, since a model of this size shows little about
+speed, beside the raw limits: a memcpy and zstd of the version itself. Every delta is applied and compared bit by bit.
 
 The goal: adjacent versions at least 20 x smaller raw, 45 x compressed. Exit 1 when the run misses it.
 
@@ -56,10 +56,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one delta of a whole version."""
+    """Measurements of one delta of a whole version."""
 
     times: float
-    """How many times fewer bytes than the version has."""
+    """Bytes of the version divided by bytes of the delta."""
     encode_s_per_gb: float
     apply_s_per_gb: float
 
@@ -138,7 +138,7 @@ def large(nbytes: int) -> list[Held]:
 
 
 def measure(old: Held, new: Held, *, compress: bool) -> Cost:
-    """Encode, apply and compare; times are of this thread's processor."""
+    """Encode, apply and compare; times are CPU times of this thread."""
     found = spans(old.manifest, new.manifest, most_bytes=SPAN_BYTES)
     began = time.thread_time()
     deltas = [encode(*both, span.width, compress=compress) for span, both in pieces(found, old, new)]

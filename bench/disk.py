@@ -1,10 +1,10 @@
-"""What files take, of folders whose owner goes on meanwhile."""
+"""Disk usage of folders whose owner keeps writing."""
 
 from pathlib import Path
 
 
 def bytes_of(path: Path) -> int:
-    """On the disk: holes of a file take none, nor does one that goes away while this looks."""
+    """Bytes allocated on disk: holes of a file take none, nor does a file that disappears during the scan."""
     files = path.rglob("*") if path.is_dir() else [path]
     total = 0
     for file in files:

@@ -1,7 +1,7 @@
-"""What servers that are killed cost, and what is never lost: the long campaigns behind tests/process, as tables.
+"""Measure the cost of killed servers and verify that no acknowledged data is lost: the campaigns behind tests/process.
 
-Each is the campaign of a test with larger numbers, against real processes on this machine, and asserts what the test
-asserts. ``python -m bench.faults`` runs all of them; a word names one: kills, drains, recovery, reconnect.
+Each campaign is that of a test with larger numbers, against real processes on this machine, and makes the same
+assertions. ``python -m bench.faults`` runs all of them; an argument selects one: kills, drains, recovery, reconnect.
 """
 
 import signal
@@ -24,7 +24,7 @@ Rows = list[tuple[str, str]]
 
 
 def kills(rounds: int, seed: int) -> Rows:
-    """kill -9 of every server, half of the rounds with commits that are synced and half with such that are not."""
+    """Send kill -9 to every server, in half of the rounds with synced commits and in half with unsynced ones."""
     rows: Rows = []
     parts = [_campaign(rounds // 2, seed, signal.SIGKILL, synced) for synced in (True, False)]
     for durability, tally in zip(("power", "process"), parts, strict=True):
@@ -37,7 +37,7 @@ def kills(rounds: int, seed: int) -> Rows:
 
 
 def drains(rounds: int, seed: int) -> Rows:
-    """SIGTERM of every server under load."""
+    """Send SIGTERM to every server under load."""
     tally = _campaign(rounds, seed, signal.SIGTERM, False)
     prove(tally.report, without=NO_STALE)
     assert tally.codes == {0: rounds}
@@ -77,7 +77,7 @@ def _of_campaign(tally: Tally) -> Rows:
 
 
 def recover(records: int) -> Rows:
-    """A scheduler and a trajectory server that start with so many live records."""
+    """Start a scheduler and a trajectory server with that many live records."""
     with tempfile.TemporaryDirectory(prefix="sf-") as folder:
         found: Recovery = uvloop.run(recovery(Path(folder) / "run", records=records))
     assert found.records >= records
@@ -94,7 +94,7 @@ def _limited(seconds: float, limit_s: float, cpu_s: float) -> str:
 
 
 def reconnect(clients: int) -> Rows:
-    """Clients that come back to a scheduler that was killed, and what those who were there before feel of it."""
+    """Clients that reconnect to a killed scheduler, and the effect on the clients that were connected before."""
     with tempfile.TemporaryDirectory(prefix="sf-") as folder:
         found: Storm = uvloop.run(storm(Path(folder) / "run", clients=clients))
     assert found.back == clients

@@ -1,11 +1,12 @@
-"""Do the servers' memory, file descriptors and stores stay as they are while trajectories pass through them?
+"""Measure whether the servers' memory, file descriptors and stores stay flat while trajectories pass through them.
 
     python -m bench.flat                                 200,000 trajectories, as ``make test`` does
     python -m bench.flat --trajectories 1000000          the long one
 
-A scheduler, one trajectory server and the parameter server as processes of their own; ``flat_load`` is everybody else.
-After a warm-up of a quarter, the most of the last quarter is compared with the most of the second. The trace and the
-metrics are logs and grow by design: their bytes a trajectory are told beside it. Exit 1 when anything else grows.
+A scheduler, one trajectory server and the parameter server run as processes of their own; ``flat_load`` plays all other
+roles. After a warm-up of a quarter, the maximum of the last quarter is compared with the maximum of the second. The
+trace and the metrics are logs and grow by design: their bytes a trajectory are printed beside it. Exit 1 when any other
+resource grows.
 """
 
 import argparse
@@ -27,8 +28,9 @@ from bench.flat_load import BATCH, GROUP_SIZE, Load, config_of
 SERVERS = ("scheduler", "trajectories-0", "parameters")
 LOGS = ("trace.jsonl", "metrics.jsonl", "logs")
 ROOM = {"memory": (1.10, 4 << 20), "files": (1.0, 2), "store": (1.25, 8 << 20)}
-"""Most that a resource may grow by: a factor, and an amount beside it (bytes, descriptors). A store's file has room for
-what came between two questions of what may go, which are two seconds apart; ten times that passes through it."""
+"""Maximum growth of a resource: a factor, and an additional amount (bytes, descriptors). A store's file needs room for
+the data that arrives between two queries for removable data, which are two seconds apart; ten times that amount passes
+through it."""
 _PROCESS = """
 import sys
 from pathlib import Path
@@ -40,14 +42,14 @@ sys.exit(serve(read_run(Path(sys.argv[1])), Path(sys.argv[1]){shard}))
 
 @dataclass(slots=True)
 class Seen:
-    """What one server held, sample after sample."""
+    """Resources that one server held, sample after sample."""
 
     memory: list[int] = field(default_factory=list[int])
     files: list[int] = field(default_factory=list[int])
     store: list[int] = field(default_factory=list[int])
 
     def of(self, resource: str) -> tuple[int, int]:
-        """The most of the second quarter and of the last."""
+        """The maximum of the second quarter and of the last."""
         values: list[int] = getattr(self, resource)
         quarter = max(len(values) // 4, 1)
         return max(values[quarter : 2 * quarter]), max(values[-quarter:])
@@ -72,12 +74,12 @@ class Flat:
     servers: dict[str, Seen]
 
     def grown(self) -> dict[str, list[str]]:
-        """What is not flat, by server."""
+        """Resources that are not flat, by server."""
         return {name: found for name, seen in self.servers.items() if (found := seen.grown())}
 
 
 def measure(run_dir: Path, trajectories: int) -> Flat:
-    """That many trajectories through fresh servers."""
+    """Send that many trajectories through fresh servers."""
     steps = -(-trajectories // (BATCH * GROUP_SIZE))
     config = config_of(run_dir, steps)
     processes = {name: _started(name, run_dir) for name in SERVERS}

@@ -1,7 +1,7 @@
-"""Everybody that a run of small trajectories needs round its servers: one producer, one reward worker, one trainer.
+"""All clients that a run of small trajectories needs around its servers: one producer, one reward worker, one trainer.
 
-They do no work of their own: tokens are random, rewards differ, weights are a few numbers. What is exercised is the
-servers, by the messages of the shipped client.
+They do no work of their own: tokens are random, rewards differ, weights are a few numbers. The load exercises the
+servers, with the messages of the shipped client.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ from staleflow.protocols.wire.trajectory import GroupPayload
 GROUP_SIZE = 16
 BATCH = 32
 TOKENS = 64
-"""Of each trajectory."""
+"""Tokens of each trajectory."""
 ROWS = 1_000
 CHECKPOINT_EVERY = 4
 AT_ONCE = 32
@@ -55,7 +55,7 @@ AT_ONCE = 32
 
 
 def config_of(run_dir: Path, steps: int) -> Config:
-    """A run of that many steps, resolved in its directory."""
+    """Configuration of a run of that many steps, resolved in its directory."""
     prompts = run_dir / "prompts.jsonl"
     run_dir.mkdir(parents=True, exist_ok=True)
     prompts.write_bytes(b"".join(b'{"prompt": "%d"}\n' % number for number in range(ROWS)))
@@ -74,7 +74,7 @@ def config_of(run_dir: Path, steps: int) -> Config:
 
 
 class Load:
-    """The three of them. ``trained`` counts trajectories."""
+    """The three clients. ``trained`` counts trajectories."""
 
     def __init__(self, config: Config, run_dir: Path, on_step: Callable[[int], None]) -> None:
         self._steps = config.trainer.steps
@@ -92,7 +92,7 @@ class Load:
         self.trained = 0
 
     async def run(self, ended: Callable[[], str]) -> None:
-        """Until the last step is trained. ``RuntimeError`` when ``ended`` names a server."""
+        """Run until the last step is trained. ``RuntimeError`` when ``ended`` names a server."""
 
         async def watch() -> None:
             while not (name := ended()):  # noqa: ASYNC110

@@ -1,11 +1,11 @@
-"""Any bytes give either a message or a refusal, never anything else: the codec and every server's message boundary.
+"""Verify that any bytes give a message or a refusal and nothing else: the codec and every server's message boundary.
 
     python -m bench.fuzz                                  100,000 messages, as ``make test`` does
     python -m bench.fuzz --messages 10000000 --seed 1     the long one; prints the table of bench/results
 
-Malformed messages are made from ones that make sense at the moment (``fuzz_messages``). A share of them runs under a
-line tracer: one that reaches a line of a server that no message before it reached, or is answered as none was, joins
-the corpus that later ones are made from.
+Malformed messages are made from messages that are valid at the moment (``fuzz_messages``). A share of them runs under a
+line tracer. A message joins the corpus for later messages if it reaches a line of a server that no earlier message
+reached, or gets a new kind of reply.
 """
 
 import argparse
@@ -33,19 +33,19 @@ from bench.fuzz_target import UNREADABLE, Finding, Target, read
 from bench.progress import tracked
 
 SHARES = {"codec": 0.7, "scheduler": 0.1, "shard": 0.1, "parameters": 0.1}
-"""Of all messages."""
+"""Share of all messages."""
 SEEDS_EVERY = 64
 """Messages made from the same state of the server."""
 TRACED_EVERY = 16
 MAX_CORPUS = 400
 MAX_HEADER = 4_096
-"""Bytes of a message that others are made from: doubled again and again they would only grow."""
+"""Maximum bytes of a message in the corpus: repeated doubling would only make messages grow."""
 ROOMS = ("/servers/", "/protocols/", "/staleflow/net/", "/staleflow/store/")
 
 
 @dataclass(slots=True)
 class Report:
-    """What one target went through."""
+    """Statistics of one target."""
 
     messages: int = 0
     seconds: float = 0.0
@@ -59,7 +59,7 @@ class Report:
 
 
 class CodecTarget:
-    """Bytes to messages, alone: all messages that a server is sent at its beginning."""
+    """The decoder from bytes to messages, alone; its seeds are all messages that a server receives at its beginning."""
 
     def __init__(self, seeds: Sequence[Said]) -> None:
         self._seeds = seeds
@@ -107,7 +107,7 @@ class Fuzzer:
         self.report = Report()
 
     async def run(self, messages: int) -> None:
-        """Offer that many; ``Finding`` names the first that breaks the sentence."""
+        """Offer that many messages; ``Finding`` names the first one that violates the property."""
         started = time.perf_counter()
         while self.report.messages < messages:
             seeds = [*self._target.seeds(), *self._corpus]
@@ -165,7 +165,7 @@ def _traced(lines: set[tuple[str, int]], offer: Callable[[], str]) -> str:
 
 
 async def fuzz(name: str, messages: int, seed: int, folder: Path) -> Report:
-    """One target under that many messages."""
+    """Fuzz one target with that many messages."""
     random = Random(f"{name} {seed}")
     target = await _opened(name, folder, random)
     fuzzer = Fuzzer(name, target, random)
@@ -175,7 +175,7 @@ async def fuzz(name: str, messages: int, seed: int, folder: Path) -> Report:
 
 
 def main() -> None:
-    """Every target, one after another."""
+    """Fuzz every target, one after another."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)

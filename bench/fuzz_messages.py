@@ -1,8 +1,8 @@
 """Malformed messages: a valid one, changed in its structure or in its bytes.
 
-A header is a tree of lists and scalars on the wire, so one mutator serves every message there is: it replaces a value
-by another, mostly of its kind, drops, doubles, moves and nests pieces, and then perhaps changes the encoded bytes.
-Frames are cut, swapped, doubled and filled with other bits.
+A header is a tree of lists and scalars on the wire, so one mutator serves all messages. It replaces a value by another,
+mostly of its kind, drops, doubles, moves and nests pieces, and then perhaps changes the encoded bytes. Frames are cut,
+swapped, doubled and filled with other bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ INTEGERS = (
     *(-(2**63), -(2**53), -(2**31) - 1, -(2**31), -2, -1, 0, 1, 2, 3, 7, 255, 256, 2**31 - 1, 2**31, 2**32, 2**40),
     *(2**53, 2**61, 2**61 + 1, 2**62, 2**62 + 3, 2**63 - 1, 2**63, 2**64 - 1),
 )
-"""Ends of ranges, and numbers that the ledger's store gives a meaning of their own."""
+"""Ends of ranges, and numbers with a special meaning in the ledger's store."""
 FLOATS = (0.0, -1.5, 1e308, -1e308, 5e-324, float("inf"), float("-inf"), float("nan"))
 TEXTS = (
     *("", "x", "rollout-0", "reward", "trainer", "trajectories", "parameters", "stage", "stage/reward/reward", "\0"),
@@ -28,11 +28,11 @@ TEXTS = (
 )
 SCALARS: tuple[Any, ...] = (None, True, False, b"", b"\xff\xfe", [], {}, [[]], {"a": 1}, 0, -1, 2**63, *FLOATS, *TEXTS)
 MARKS = (0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xC0, 0xC1, 0xC4, 0xC7, 0xCA, 0xCB, 0xCF, 0xD3, 0xD9, 0xDB, 0xDD, 0xDF, 0xFF)
-"""Bytes that begin something in msgpack."""
+"""Bytes that begin a value in msgpack."""
 
 
 class Said(NamedTuple):
-    """A message and who says it."""
+    """A message and its sender."""
 
     peer: str
     body: Request
@@ -40,7 +40,7 @@ class Said(NamedTuple):
 
 
 class Raw(NamedTuple):
-    """The same as bytes."""
+    """The same message as bytes."""
 
     peer: str
     header: bytes
@@ -48,7 +48,7 @@ class Raw(NamedTuple):
 
 
 class Mutator:
-    """Changes messages; the same seed makes the same ones."""
+    """Changes messages; the same seed gives the same changes."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -63,7 +63,7 @@ class Mutator:
         self.id = 0
 
     def plain(self, said: Said) -> Raw:
-        """The message as it is."""
+        """The message unchanged."""
         self.id += 1
         return Raw(said.peer, encode_request(self.id, said.body), [bytes(frame) for frame in said.frames])
 
@@ -95,7 +95,7 @@ class Mutator:
             places = _places(tree[2:]) if self._random.random() < 0.95 else _places(tree)
             if places:
                 self._random.choice(self._changes)(*self._random.choice(places))
-        with suppress(RecursionError):  # nested deeper than anybody could write it
+        with suppress(RecursionError):  # nested deeper than the encoder could write it
             return msgspec.msgpack.encode(tree)
         return header
 
@@ -175,7 +175,7 @@ class Mutator:
 
 
 def _places(tree: object) -> list[tuple[list[Any], int]]:
-    """Every place of a tree of lists; maps are looked at as a whole."""
+    """Every position in a tree of lists; a map is treated as one value."""
     found: list[tuple[list[Any], int]] = []
     waiting: list[object] = [tree]
     while waiting:

@@ -1,4 +1,4 @@
-"""The parameter server under malformed messages: the real service and folder; the scheduler says yes to most things."""
+"""The parameter server under malformed messages: the real service and folder, with a permissive scheduler."""
 
 import asyncio
 import shutil
@@ -23,12 +23,12 @@ from staleflow.servers.runner import Tasks
 
 READER, TRAINER, RELAY = WorkerId("rollout-0"), WorkerId("trainer"), WorkerId("relay-0")
 MAX_VERSIONS = 8
-"""Versions after which the server begins anew."""
+"""Number of versions after which the server restarts."""
 MAX_BYTES = 1 << 20
 
 
 class Registry:
-    """Stands for the client of a scheduler that registers nearly everything."""
+    """Stands in for the client of a scheduler that registers nearly everything."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -65,7 +65,7 @@ class ParameterTarget:
             Tasks(self._group),
             keep_versions=2,
             chunk_bytes=256,
-            budget_bytes=MAX_BYTES // 2,  # a trainer may announce what it likes otherwise, up to the disk
+            budget_bytes=MAX_BYTES // 2,  # otherwise a trainer may announce any size, up to the disk
         )
         self._service.run = "fuzz"
         self._ears = Ears(self._service.on_call)
@@ -89,7 +89,7 @@ class ParameterTarget:
         return data, lay_out([("w", "float32", (100,), digest(data))])
 
     def _odd(self) -> messages.Manifest:
-        """One that agrees with itself, and announces nothing, or more than any disk has."""
+        """A self-consistent manifest that announces no bytes, or more bytes than any disk has."""
         shapes = [(), (0,), (0, 2**62), (1,) * 70, (2**20, 2**20), (2**40,), (2**21, 2**21)]
         shape = self._random.choice(shapes)
         return lay_out([("w", self._random.choice(("float32", "bool")), shape, digest(b""))])
@@ -129,7 +129,7 @@ class ParameterTarget:
         ]
 
     def _delta(self, version: Version) -> messages.GetDelta:
-        """What changed since the version before."""
+        """A request for the changes since the previous version."""
         base, lineage = Version(max(version - 1, 0)), Lineage(0)
         return messages.GetDelta(
             lineage=lineage, version=version, base_lineage=lineage, base_version=base, offset=0, nbytes=400, width=4
@@ -149,7 +149,7 @@ class ParameterTarget:
         return repr(status.values)
 
     async def _rest(self) -> None:
-        """Until no task of the service runs."""
+        """Wait until no task of the service runs."""
         for _ in range(4):
             await asyncio.sleep(0)
         own = (asyncio.current_task(), self._working)
@@ -157,7 +157,7 @@ class ParameterTarget:
             await asyncio.wait(others)
 
     async def settle(self) -> None:
-        """What is under way ends; then every visible version is whole."""
+        """Finish all work under way, then check that every visible version is complete."""
         await self._rest()
         for stored in self._versions.stored.values():
             self._versions.verify(stored)
@@ -168,6 +168,6 @@ class ParameterTarget:
             await self.begin()
 
     async def close(self) -> None:
-        """What ran must not have failed."""
+        """Check that no task has failed."""
         self._working.cancel()
         await self._group.__aexit__(None, None, None)

@@ -26,7 +26,7 @@ LATE_MS = 50
 
 
 class StandingClock:
-    """Moves when it is told to."""
+    """A clock that moves only on command."""
 
     def __init__(self) -> None:
         self.ms = 1_000_000
@@ -80,10 +80,10 @@ class SchedulerTarget:
         ]
 
     def _say(self, said: Said) -> None:
-        """What makes sense."""
+        """Messages that are valid now."""
         self._ears.say(said.peer, said.body, then=self._service.flush)
 
-    # --- what makes sense now --------------------------------------------------------------------------------------
+    # --- valid messages --------------------------------------------------------------------------------------------
 
     def seeds(self) -> Sequence[Said]:
         machine = self._interpreter.machine
@@ -171,7 +171,7 @@ class SchedulerTarget:
 
         def then() -> None:
             after.append(self._state())
-            self._service.flush()  # the answer leaves with the commit
+            self._service.flush()  # the reply is sent with the commit
 
         reply = self._ears.say(raw.peer, body, raw.frames, then=then)
         must_be_unchanged(body, reply, before, after[0])
@@ -190,7 +190,7 @@ class SchedulerTarget:
         )
 
     async def settle(self) -> None:
-        """Time passes; the ledger is checked, and compared with what a restart finds in the store."""
+        """Advance the clock; check the ledger, and compare it with the state that a restart reads from the store."""
         for _ in range(3):
             self._clock.ms += LATE_MS
             self._service.tick()
@@ -204,7 +204,7 @@ class SchedulerTarget:
             self._begin()
 
     async def close(self) -> None:
-        """The trace is checked by the auditor; that a worker loaded what nobody published is its own word, though."""
+        """The auditor checks the trace, except loads of unpublished versions: those rest on the worker's own report."""
         self._service.close("fuzzed")
         self._interpreter.trace.close()
         report = audit(self._folder / "trace.jsonl")

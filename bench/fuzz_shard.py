@@ -1,4 +1,4 @@
-"""A trajectory server under malformed messages: the real service and store; the scheduler says yes to most things."""
+"""A trajectory server under malformed messages: the real service and store, with a permissive scheduler."""
 
 import asyncio
 import shutil
@@ -34,12 +34,12 @@ WORKER, STAGE, TRAINER = WorkerId("rollout-0"), WorkerId("reward-0"), WorkerId("
 SAMPLES, TOKENS = 2, 5
 MAP_BYTES = 64 << 20
 MAX_HELD = 40
-"""Payloads after which the shard begins anew."""
+"""Number of payloads after which the shard restarts."""
 REMEMBERED = 16
 
 
 class Agreeable:
-    """Stands for the client of a scheduler that registers nearly everything."""
+    """Stands in for the client of a scheduler that registers nearly everything."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -72,7 +72,7 @@ class ShardTarget:
         self._prompts = PromptRows([msgspec.msgpack.encode({"prompt": f"{n} + 1", "answer": n}) for n in range(9)])
         self._last = 0
         self._pushed: dict[Key, str] = {}
-        """Payloads offered lately, and the sha256 of each."""
+        """Recently offered payloads, and the sha256 of each."""
         self._given: list[messages.StageItem] = []
 
     async def begin(self) -> None:
@@ -95,7 +95,7 @@ class ShardTarget:
         self._ears = Ears(self._service.on_call)
         self._working = self._group.create_task(self._service.work())
         self._pushed.clear()
-        await self._turns()  # it learns the limits of the model
+        await self._turns()  # it receives the limits of the model
         self._say(self._push(*(self._fresh() for _ in range(6))))
         await self._turns()
         self._say(self._take())
@@ -113,7 +113,7 @@ class ShardTarget:
             self._given = [*reply.items, *self._given][:4]
         return reply
 
-    # --- what makes sense now --------------------------------------------------------------------------------------
+    # --- valid messages ----------------------------------------------------------------------------------------------
 
     def seeds(self) -> Sequence[Said]:
         known = [*self._pushed][-4:] or [self._fresh()]
@@ -160,7 +160,7 @@ class ShardTarget:
         return Said(WORKER, messages.PushGroups(items=items), frames)
 
     def _push_placed(self, key: Key) -> Said:
-        """A group at a place of a slab, which nobody has written."""
+        """A group at a position of a slab that contains no written group."""
         assert self._store.slabs is not None
         asked = messages.GetSlab(worker=WORKER, host=boot_id(), number=1 << 40, held=[])
         slab = self._store.slabs.give(asked, MAP_BYTES // 2)
@@ -203,7 +203,7 @@ class ShardTarget:
             await asyncio.sleep(0)
 
     async def settle(self) -> None:
-        """What is under way ends; then every payload in the store is whole."""
+        """Finish all work under way, then check that every payload in the store is complete."""
         await self._turns()
         self._service.on_drained()
         stored = [*self._store.load()]
@@ -216,7 +216,7 @@ class ShardTarget:
             await self.begin()
 
     async def close(self) -> None:
-        """What ran must not have failed."""
+        """Check that no task has failed."""
         self._service.drain()
         await self._tasks.drain()
         self._working.cancel()

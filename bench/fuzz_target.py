@@ -1,7 +1,7 @@
-"""What every fuzzed server has in common: a message reaches it as an endpoint brings it, and what it says is read.
+"""The common part of all fuzzed servers: a message arrives as from an endpoint, and the reply is decoded.
 
-The sentence that is checked: any bytes give either a message or a ``ProtocolError`` or a refusal, never anything else;
-what was refused changed nothing; every answer is one that its reader can decode.
+The property under test: any bytes give a message, a ``ProtocolError`` or a refusal and nothing else; a refused
+message changes no state; the reader of every reply can decode it.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,31 +18,31 @@ WAITS = "waits"
 
 
 class Finding(Exception):
-    """The sentence does not hold. The message says how to see it again."""
+    """The property is violated. The text of the exception shows how to reproduce it."""
 
 
 class Target(Protocol):
     """A server in this process."""
 
     def seeds(self) -> Sequence[Said]:
-        """Messages that make sense now."""
+        """Messages that are valid now."""
         ...
 
     def offer(self, raw: Raw) -> str:
-        """Bring a message; what became of it, in a few words. Any exception is a finding."""
+        """Deliver a message; return its outcome in a few words. Any exception is a finding."""
         ...
 
     async def settle(self) -> None:
-        """Let what is under way come to its end, and check what must hold then."""
+        """Finish all work under way, and check the invariants that must hold then."""
         ...
 
     async def close(self) -> None:
-        """End it; check what must hold at the end."""
+        """Stop the server; check the invariants that must hold at the end."""
         ...
 
 
 class Ears:
-    """Says something to a server, and hears what it answers at once."""
+    """Sends messages to a server, and reads its immediate replies."""
 
     def __init__(self, on_call: Callable[[Call], None]) -> None:
         self._endpoint = MemoryEndpoint(on_call, lambda deliver: deliver())
@@ -56,7 +56,8 @@ class Ears:
         then: Callable[[], None],
         late: Callable[[Reply], None] | None = None,
     ) -> Reply | None:
-        """The answer that is there when ``then`` has run, or None while the call waits. ``late`` gets it whenever."""
+        """The reply that has arrived once ``then`` has run, or None while the call waits. ``late`` receives
+        every reply, whenever it arrives."""
         heard: list[Reply] = []
 
         def on_reply(reply: Reply) -> None:
@@ -72,7 +73,7 @@ class Ears:
 
 
 def read(raw: Raw) -> Request | None:
-    """The message, or None for bytes that are none; anything else is a finding."""
+    """The message, or None for bytes that are not a message; any other outcome is a finding."""
     try:
         return decode_request(raw.header)[1]
     except ProtocolError as error:
@@ -81,21 +82,21 @@ def read(raw: Raw) -> Request | None:
 
 
 def is_no(reply: Reply | None) -> bool:
-    """Nothing of the request had an effect."""
+    """Check that no part of the request had an effect."""
     if isinstance(reply, Results):
         return all(result.code is not None for result in reply.results)
     return isinstance(reply, Refusal)
 
 
 def must_be_unchanged(body: Request, reply: Reply | None, before: Hashable, after: Hashable) -> None:
-    """A refusal changes nothing; but a stage that answers nonsense has given its group up, and a trainer that begins
-    another version has given up the one it was writing, even if it has to wait for room."""
+    """Check that a refusal changes no state. Exceptions: a stage that sends an invalid result has given its group up,
+    and a trainer that begins another version has given up the one it was writing, even if it has to wait for room."""
     if before != after and is_no(reply) and not isinstance(body, PutStageResults | BeginPublish):
         raise Finding(f"{type(body).__name__} was refused, {reply}, and yet changed the state")
 
 
 def signature(body: Request, reply: Reply | None) -> str:
-    """What became of a message, so that one that behaves like no other before can be told."""
+    """Outcome of a message, as a key that distinguishes new behaviour from known behaviour."""
     match reply:
         case None:
             return f"{type(body).__name__} {WAITS}"

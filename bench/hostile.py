@@ -1,4 +1,4 @@
-"""A peer that speaks just enough ZMTP 3.0 to do harm: greetings, handshakes and frames made by hand, over plain TCP."""
+"""A peer that implements just enough ZMTP 3.0 to attack: handmade greetings, handshakes and frames, over plain TCP."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 
 
 def frame(data: bytes, *, more: bool = False) -> bytes:
-    """One frame as it travels; ``more``: the message goes on."""
+    """One frame as it travels; with ``more`` the message continues."""
     flags = _MORE if more else 0
     if len(data) < 256:
         return bytes((flags, len(data))) + data
@@ -21,9 +21,9 @@ def frame(data: bytes, *, more: bool = False) -> bytes:
 
 
 BIG: Final = frame(bytes(65_536), more=True) * 16
-"""A megabyte of a message that goes on."""
+"""A megabyte of an unfinished message."""
 TINY: Final = frame(b"", more=True) * 32_768
-"""Empty frames of a message that goes on: 64 KiB on the wire, 2 MiB in ZeroMQ."""
+"""Empty frames of an unfinished message: 64 KiB on the wire, 2 MiB in ZeroMQ."""
 
 
 class Hostile:
@@ -45,16 +45,16 @@ class Hostile:
         self.socket.sendall(bytes((_COMMAND, len(ready))) + ready)
 
     def ping(self) -> None:
-        """One whole message, as an honest client would say."""
+        """One whole message, as an honest client would send it."""
         self.socket.sendall(frame(encode_request(0, Ping())))
 
     def send(self, data: bytes) -> int:
-        """As many bytes as were sent; ``OSError`` when the server has hung up, or takes nothing for a while."""
+        """Return the number of bytes sent; ``OSError`` when the server has hung up, or accepts no bytes for a while."""
         self.socket.sendall(data)
         return len(data)
 
     def is_cut(self) -> bool:
-        """Whether the server has ended this connection; what it sent before is thrown away."""
+        """Return True if the server has ended this connection; discard the data that it sent before."""
         self.socket.setblocking(False)
         try:
             while self.socket.recv(65_536):

@@ -1,12 +1,12 @@
-"""What staleness does to learning, and what each correction does about it.
+"""Measure the effect of staleness on learning, and the remedy that each correction offers.
 
 Three tasks, several seeds, equal samples: synchronous (max_staleness 0) beside each ``max_staleness``, correction and
 bound. Each run is the shipped ledger, engine and train step in one thread (``learning_run``), with a window that is
 always full, so that after the first steps every batch is as old as the bound allows. Finished runs are lines of
-``--rows``; those already there are not run again, so that the whole grid can be stopped and gone on with.
+``--rows`` and are not repeated, so that the whole grid can be stopped and continued.
 
     python bench/learning.py [--tasks complement,rotate,sort] [--lrs 5e-4] [--seeds 0,1,2] [--etas 1,2,4,8]
-    python bench/learning.py --report-only          the tables and the plots of what there is
+    python bench/learning.py --report-only          tables and plots of the finished runs
 """
 
 import itertools
@@ -33,13 +33,13 @@ BOUNDS = ("trajectory", "token")
 GROUPS, SAMPLES, EVERY = 16, 8, 10
 """Groups a step, trajectories a group, steps between evaluations."""
 DECODE_STEPS = 2
-"""Token bound: tokens that every running trajectory gets between two train steps."""
+"""Token bound: number of tokens that every running trajectory gets between two train steps."""
 
 
 def grid(
     tasks: Sequence[str], seeds: Sequence[int], etas: Sequence[int], corrections: Sequence[str], bounds: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """What is to be run: the synchronous run of each task and seed first, then all seeds of one choice."""
+    """Runs of the grid: the synchronous run of each task and seed first, then all seeds of one choice."""
     for task, seed in itertools.product(tasks, seeds):
         yield {"task": task, "seed": seed, "eta": 0, "correction": "none", "bound": "trajectory"}
     for task, bound, eta, correction, seed in itertools.product(tasks, bounds, etas, corrections, seeds):
@@ -48,15 +48,15 @@ def grid(
 
 
 def one(key: dict[str, Any], cache: str) -> Run:
-    """One run, from the task's model to its curve. In a process of its own thread."""
+    """One run, from the task's model to its curve, in a process with one thread."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    from bench.learning_one import train  # torch, which the report does without
+    from bench.learning_one import train  # the report runs without torch
 
     return train(key, Path(cache), every=EVERY, decode_steps=DECODE_STEPS)
 
 
 def read(rows: Path) -> list[Run]:
-    """Finished runs, in the order in which they ended; a last line that was cut off is left out."""
+    """Finished runs, in the order in which they ended, without a last line that was cut off."""
     found: list[Run] = []
     for line in rows.read_text().splitlines() if rows.is_file() else ():
         try:
@@ -67,7 +67,7 @@ def read(rows: Path) -> list[Run]:
 
 
 def run_all(todo: Sequence[dict[str, Any]], rows: Path, cache: Path, workers: int) -> None:
-    """Run what is not in ``rows`` yet; a line each, as soon as it has ended."""
+    """Execute the runs that are not in ``rows`` yet; append one line for each as soon as it has ended."""
     done = [run["key"] for run in read(rows)]
     left = [key for key in todo if key not in done]
     click.echo(f"{len(todo) - len(left)} of {len(todo)} runs are there", err=True)
@@ -85,7 +85,7 @@ def run_all(todo: Sequence[dict[str, Any]], rows: Path, cache: Path, workers: in
 
 
 def heading() -> str:
-    """Hardware, date and command, as results are written down."""
+    """Hardware, date and command, as in the files of results."""
     cores, today = os.cpu_count(), time.strftime("%Y-%m-%d")
     command = " ".join(["python bench/learning.py", *sys.argv[1:]])
     return f"# Learning under staleness, {cores} cores, Python {platform.python_version()}, {today}\n\n`{command}`\n\n"
@@ -112,7 +112,7 @@ def main(
     tasks: str, seeds: str, etas: str, corrections: str, bounds: str, steps: int, lrs: str, workers: int,
     rows: Path, cache: Path, report: str, report_only: bool,
 ) -> None:  # fmt: skip
-    """Run the grid, or a part of it, and print the tables of what there is."""
+    """Run the grid, or a part of it, and print the tables of all finished runs."""
     chosen = grid(_list(tasks), [int(s) for s in _list(seeds)], [int(e) for e in _list(etas)],
                   _list(corrections), _list(bounds))  # fmt: skip
     same = {"steps": steps, "groups": GROUPS, "samples": SAMPLES}

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""One run of the learning benchmark: a task's model, a configuration, and the curve that comes of them."""
+"""One run of the learning benchmark: a task's model, a configuration, and the resulting curve."""
 
 import logging
 import time
@@ -20,7 +20,7 @@ from staleflow.examples.quickstart.model import EOS_ID
 
 
 def config_of(key: dict[str, Any], directory: Path) -> Config:
-    """The configuration of a run; the algorithm is the shipped default but for its correction."""
+    """The configuration of a run; the algorithm is the shipped default except for its correction."""
     groups, samples = key["groups"], key["samples"]
     config = msgspec.convert(
         {
@@ -51,7 +51,7 @@ def config_of(key: dict[str, Any], directory: Path) -> Config:
 
 
 def train(key: dict[str, Any], cache: Path, *, every: int, decode_steps: int) -> Run:
-    """Every metric at every step, the held-out reward every so many; the same key gives the same numbers."""
+    """Every metric at every step, and the held-out reward at intervals; the same key gives the same numbers."""
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
     directory = model_of(key["task"], key["seed"], cache)

@@ -15,7 +15,8 @@ LABELS = {"samples": "samples", "seconds": "seconds, engine and trainer on a cor
 
 
 def plots(runs: Sequence[Run], stem: Path) -> list[Path]:
-    """A picture of all, then one a task and learning rate; beside ``stem``. Nothing without matplotlib, or runs."""
+    """Draw one picture of all, then one per task and learning rate, next to ``stem``; none without matplotlib or
+    runs."""
     try:
         import matplotlib
     except ImportError:
@@ -27,7 +28,7 @@ def plots(runs: Sequence[Run], stem: Path) -> list[Path]:
 
 
 def _curves(runs: Sequence[Run], task: str, lr: float, stem: Path) -> Path:
-    """Reward against samples and against time: a column each max_staleness, two rows each bound."""
+    """Reward against samples and against time: one column per max_staleness, two rows per bound."""
     from matplotlib import pyplot
 
     mine = [run for run in runs if choice(run)[:2] == (task, lr)]
@@ -71,8 +72,8 @@ def _curve(axis: Any, same: Sequence[Run], over: str, **style: Any) -> None:
 
 
 def _summary(runs: Sequence[Run], stem: Path) -> Path:
-    """Difference to the synchronous reward, and effective sample size, against max_staleness: a column each task, two
-    rows each learning rate; solid the trajectory bound, dotted the token bound."""
+    """Difference to the synchronous reward, and effective sample size, against max_staleness: one column per task, two
+    rows per learning rate; solid the trajectory bound, dotted the token bound."""
     from matplotlib import pyplot
 
     tasks = sorted({run["key"]["task"] for run in runs})
@@ -95,7 +96,7 @@ def _summary(runs: Sequence[Run], stem: Path) -> Path:
 
 
 def _against_staleness(runs: Sequence[Run], gain: Any, ess: Any) -> None:
-    """The lines of one task and learning rate into their two places; a seed's gain is a dot."""
+    """Draw the lines of one task and learning rate in their two places; a seed's gain is a dot."""
     found, differences = grouped(runs), gains(runs)
     for bound, style in (("trajectory", "-"), ("token", ":")):
         for correction, colour in COLOURS.items():
@@ -118,7 +119,7 @@ def _legend(place: Any, axes: Any) -> None:
 
 
 def _saved(figure: Any, path: Path) -> Path:
-    """A palette of colours: a picture of lines is then a third as large."""
+    """Save with a colour palette: a picture of lines is then a third as large."""
     from io import BytesIO
 
     from matplotlib import pyplot

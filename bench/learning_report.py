@@ -1,4 +1,4 @@
-"""From finished runs to a table: what was reached, and at which staleness which correction stops reaching it."""
+"""Tables of finished runs: the rewards, and the staleness at which each correction stops reaching them."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -12,10 +12,10 @@ Choice = tuple[str, float, str, int, str]
 CORRECTIONS = ("none", "tis", "decoupled", "masked_is")
 
 LAST = 4
-"""Evaluations that a run's final reward is the mean of."""
+"""Number of evaluations whose mean is a run's final reward."""
 NOISE = 0.06
-"""A mean loss over the seeds that is smaller than this is noise: seeds of one choice differ by 0.04 (their standard
-deviation, measured at a learning rate of 5e-4, with a correction, max_staleness up to 2)."""
+"""A smaller mean loss over the seeds is noise: seeds of one choice differ by 0.04 (their standard deviation, measured
+at a learning rate of 5e-4, with a correction, max_staleness up to 2)."""
 
 
 def choice(run: Run) -> Choice:
@@ -57,8 +57,8 @@ def full_window(run: Run, name: str) -> list[float]:
 
 
 def seconds(run: Run) -> list[float]:
-    """Elapsed at the end of each step, as if engine and trainer had a core each: without staleness they take turns,
-    with it the slower one counts. Processor seconds of one thread, evaluation left out."""
+    """Elapsed seconds at the end of each step, as if engine and trainer had a core each: without staleness they take
+    turns, with it the slower one counts. CPU seconds of one thread, without evaluations."""
     elapsed, found = 0.0, list[float]()
     for write, train in zip(run["series"]["time/write"], run["series"]["time/train"], strict=True):
         elapsed += max(write, train) if run["key"]["eta"] else write + train
@@ -67,8 +67,8 @@ def seconds(run: Run) -> list[float]:
 
 
 def gains(runs: Iterable[Run]) -> dict[Choice, list[float]]:
-    """By choice: each run's final reward less that of the synchronous run of the same task, rate and seed, which began
-    with the same model and met the same problems. Seeds whose synchronous run is missing are left out."""
+    """By choice: each run's final reward minus that of the synchronous run of the same task, rate and seed, which began
+    with the same model and met the same problems. Seeds without a synchronous run are left out."""
     runs = list(runs)
     base = {_pair(run): final(run) for run in runs if not run["key"]["eta"]}
     return {
@@ -83,7 +83,7 @@ def _pair(run: Run) -> tuple[str, float, int]:
 
 def breaks(runs: Iterable[Run]) -> dict[tuple[str, float, str, str], tuple[int, int | None]]:
     """By task, rate, bound and correction: the largest max_staleness up to which all reach the synchronous reward, and
-    the first that does not (None: every one that was run does)."""
+    the first that does not (None: every max_staleness that was run does)."""
     found: dict[tuple[str, float, str, str], tuple[int, int | None]] = {}
     for (task, lr, bound, eta, correction), found_gains in gains(runs).items():
         if not eta or not found_gains:

@@ -1,12 +1,13 @@
 # pyright: basic, reportMissingImports=false
 """One run in one thread: the shipped ledger, engine and trainer take turns, so that staleness is exact and repeatable.
 
-The window is always full: whatever the ledger admits is started at once, by the newest weights that the engine has. Of
-a full window the trainer's data is as old as the bound allows; after the first ``max_staleness`` steps every batch is.
+The window is always full: every group that the ledger admits is started at once, by the newest weights that the engine
+has. With a full window the trainer's data is as old as the bound allows; after the first ``max_staleness`` steps every
+batch is.
 
-Two ways to meet new weights. *Drained* (``decode_steps`` 0): whatever is under way is finished before a train step, so
-each trajectory is of one version. *In place*: a train step comes every ``decode_steps`` tokens, and trajectories go on
-with the new weights; with the token bound, what they wrote too early is masked.
+The engine meets new weights in one of two ways. *Drained* (``decode_steps`` 0): all started trajectories are finished
+before a train step, so each trajectory has one version. *In place*: a train step comes every ``decode_steps`` tokens,
+and trajectories continue with the new weights; with the token bound, tokens that they wrote too early are masked.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ REWARD = "stage/reward/reward"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A prompt and how its completions are judged."""
+    """A prompt and the judge of its completions."""
 
     prompt_ids: tuple[int, ...]
     reward: Callable[[Sequence[int]], float]
@@ -58,7 +59,7 @@ class _Live:
 
 
 class Loop:
-    """Engine, ledger and trainer of one run. ``step`` after ``step``; ``evaluate`` in between changes nothing."""
+    """Engine, ledger and trainer of one run. Call ``step`` repeatedly; ``evaluate`` in between changes no state."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class Loop:
             "off_policy/max": float(largest),
             "masked": batch.masked_tokens / max(1, int(batch.completion_lengths.sum())),
             "bad": float(bool(result.bad)),
-            "time/write": written - began,  # of the processor: neighbours do not count
+            "time/write": written - began,  # CPU time: other processes do not count
             "time/train": time.process_time() - written,
         }
 
@@ -129,14 +130,14 @@ class Loop:
         return float(np.mean([problem.reward(done[n].token_ids.tolist()) for n, problem in enumerate(problems)]))
 
     def _load(self) -> str:
-        """The trainer's weights into the engine, as the version to come; returns their digest."""
+        """Copy the trainer's weights into the engine, as the next version; return their digest."""
         version = Version(self.machine.version + 1)
         tensors = to_arrays(self.trainer.model.state_dict())
         self.engine.load(tensors, Lineage(0), version)
         return hashlib.sha256(b"".join(tensor.tobytes() for tensor in tensors.values())).hexdigest()
 
     def _write(self) -> Sealed:
-        """Let the engine write until the next batch is there, and as much more as the mode says."""
+        """Let the engine write until the next batch is complete, and longer if the mode requires it."""
         self._admit()
         for _ in range(self._decode_steps):
             self._decode()
@@ -175,7 +176,8 @@ class Loop:
         return Request(id=number, prompt_ids=np.array(problem.prompt_ids, np.int32), sampling=self._sampling, seed=seed)
 
     def _ended(self, trajectory: Trajectory) -> None:
-        """The last of a group makes its payload, its rewards, and the ledger's push and occupy."""
+        """Handle the end of a sample. The last of a group makes its payload, its rewards, and the ledger's push and
+        occupy."""
         size = self._config.rollout.group_size
         group = trajectory.id // size
         live = self._live[group]
@@ -208,7 +210,7 @@ class Loop:
                 self._live.pop(effect.group, None)
 
     def _batch(self, sealed: Sealed) -> TrainBatch:
-        """As the trajectory server and the trainer's client make it."""
+        """The batch as the trajectory server and the trainer's client make it."""
         token_bound = self._config.staleness.bound is Bound.TOKEN
         below = max(-1, sealed.step - self._config.staleness.max_staleness) if token_bound else -1
         header = Batch(

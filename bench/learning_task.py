@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-call"
 """Three small verifiable tasks over digits, and the models that begin to learn them by reward.
 
-Every answer is as long as the digits that are asked about, a few or a dozen: while the engine writes a long one, short
-ones overtake it. The warm-up text has a share of wrong digits, so that the model knows the task and writes as
-carelessly as what it read.
+Every answer is as long as the digits of its problem, a few or a dozen: while the engine writes a long one, short ones
+overtake it. The warm-up text has a share of wrong digits, so that the model knows the task and writes with the error
+rate of the text that it read.
 """
 
 import fcntl
@@ -34,11 +34,11 @@ class Row:
 
 
 def answer(task: str, digits: str) -> str:
-    """What ``task`` asks of a string of digits."""
+    """The correct answer of ``task`` to a string of digits."""
     match task:
-        case "complement":  # each digit's to nine
+        case "complement":  # each digit's complement to nine
             return "".join(str(9 - int(digit)) for digit in digits)
-        case "rotate":  # the first digit to the end
+        case "rotate":  # the first digit moves to the end
             return digits[1:] + digits[0]
         case "sort":
             return "".join(sorted(digits))
@@ -50,7 +50,7 @@ TASKS = ("complement", "rotate", "sort")
 
 
 def problems(task: str, seed: int) -> Iterator[Row]:
-    """Endless problems; the first ``HELD_OUT`` of a seed are for evaluation. Repeats are as rare as chance has them."""
+    """Endless problems; the first ``HELD_OUT`` of a seed are for evaluation. Repeats are as rare as in random draws."""
     draw = random.Random(f"{task} {seed}")
     while True:
         digits = "".join(draw.choice("0123456789") for _ in range(draw.randint(SHORTEST, LONGEST)))
@@ -71,7 +71,7 @@ def careless(task: str, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def model_of(task: str, seed: int, cache: Path) -> Path:
-    """The model directory that runs of ``task`` and ``seed`` begin with; made once, by whoever comes first."""
+    """The model directory that runs of ``task`` and ``seed`` begin with; the first run builds it."""
     directory = cache / f"{task}-{seed}"
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{task}-{seed}.lock").open("w") as lock:

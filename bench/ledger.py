@@ -1,8 +1,8 @@
-"""What one operation of the ledger costs, and that it does not depend on how many groups are alive.
+"""Measure the cost of one operation of the ledger, and that it does not depend on the number of live groups.
 
 The ledger is filled with ``live`` groups (a third leased, a third pushed, a third occupied), then groups are reserved,
-pushed and occupied, and a batch is sealed and consumed. Beside it the raw limit of the same shape: one dict
-insert, one heap push and one tuple. Times are of this thread's processor, so that neighbours do not count.
+pushed and occupied, and a batch is sealed and consumed. Beside it the raw limit of the same shape: one dict insert, one
+heap push and one tuple. Times are CPU times of this thread, so that other processes do not count.
 
     python bench/ledger.py [--live 100 --live 10000] [--json]
 """
@@ -99,7 +99,7 @@ def raw(live: int) -> float:
 
 
 def lifecycle(live: int) -> dict[str, float]:
-    """Microseconds a reserve, push and occupy with ``live`` groups alive; nothing is sealed, so that none is lost."""
+    """Microseconds a reserve, push and occupy with ``live`` groups alive; no batch is sealed, so no group leaves."""
     batch_size = live + ROUNDS * OPERATIONS + 1
     machine = filled(live, max_staleness=2, batch_size=batch_size)
     rounds: dict[str, list[float]] = {"reserve": [], "push": [], "occupy": [], "renew": []}
@@ -113,7 +113,7 @@ def lifecycle(live: int) -> dict[str, float]:
 
 
 def training(live: int) -> float:
-    """Microseconds that seal and consume cost a trained group: one batch is a third of all that is alive."""
+    """Microseconds that seal and consume cost a trained group: one batch is a third of all live groups."""
     batch_size = max(1, live // 3)
     machine = filled(0, max_staleness=2, batch_size=batch_size)
     for group in range(3 * batch_size):
@@ -154,7 +154,7 @@ def show(results: dict[int, dict[str, float]]) -> None:
 @click.option("--live", multiple=True, type=click.IntRange(min=1), help="Groups alive; may be given several times.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def main(live: tuple[int, ...], as_json: bool) -> None:
-    """Print what one operation of the ledger costs at several sizes."""
+    """Print the cost of one operation of the ledger at several sizes."""
     results = {size: measure(size) for size in tracked("live groups", live or SIZES)}
     if as_json:
         click.echo(json.dumps(results))

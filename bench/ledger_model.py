@@ -1,8 +1,8 @@
-"""The ledger against the paper's versioned buffers: every admission, batch and readiness, on a million random events.
+"""Compare the ledger with the paper's versioned buffers in every admission, batch and readiness, on 10^6 events.
 
 The same two machines and the same comparisons as ``tests/protocols/consistency/test_model.py``, with wider limits, an
-event chosen by weight instead of by hypothesis, and a new history every few hundred events. It ends at the first
-difference, with the seed of its history.
+event chosen by weight instead of by hypothesis, and a new history every few hundred events. The comparison ends at the
+first difference, with the seed of its history.
 
     python -m bench.ledger_model [--events 1000000] [--seed 0]
 """
@@ -35,7 +35,7 @@ WEIGHTS = {
 
 
 def compare(seed: int, events: int) -> Counter[str]:
-    """Run one history of ``events`` events; what was done how often. ``AssertionError`` at a difference."""
+    """Run one history of ``events`` events; return the counts of events. ``AssertionError`` at a difference."""
     draw = random.Random(seed)
     pair = SameAsTheBuffers()
     pair.begin(
@@ -78,7 +78,7 @@ def _do(pair: SameAsTheBuffers, what: str, draw: random.Random) -> None:
 @click.option("--events", default=1_000_000, show_default=True, type=click.IntRange(min=1))
 @click.option("--seed", default=0, show_default=True)
 def main(events: int, seed: int) -> None:
-    """Compare, and say what was compared."""
+    """Compare, and print the counts."""
     started = time.perf_counter()
     total: Counter[str] = Counter()
     while (left := events - total.total()) > 0:

@@ -1,11 +1,11 @@
-"""What it costs to look on: the scheduler's answer to `staleflow top`, and a screen drawn from it.
+"""Measure the cost of monitoring: the scheduler's reply to `staleflow top`, and a screen drawn from it.
 
     python -m bench.monitor                      64, 256, 1,024 and 4,096 instances
     python -m bench.monitor --instances 1024 --json
 
 The service is the shipped one, in this process and without its socket; every instance has attached, reports and holds
-leases. An answer is built and encoded, decoded, turned into a board and drawn. The share is that of one core of the
-scheduler with one viewer, who asks once a second; with many processes more viewers get the same answer again.
+leases. A reply is built and encoded, decoded, turned into a board and drawn. The share is that of one core of the
+scheduler with one viewer that sends one request a second. With many processes, further viewers get a cached reply.
 """
 
 import argparse
@@ -37,7 +37,7 @@ REPEATS = 20
 
 @dataclass
 class Row:
-    """Milliseconds of CPU, medians; bytes of one answer; and the scheduler's share of a core with one viewer."""
+    """Milliseconds of CPU, medians; bytes of one reply; and the scheduler's share of a core with one viewer."""
 
     instances: int
     leased: int
@@ -51,7 +51,7 @@ class Row:
 
 
 def measure(instances: int) -> Row:
-    """One size."""
+    """Measure one size."""
     with tempfile.TemporaryDirectory(prefix="staleflow-bench-") as folder:
         table = Table(Path(folder) / "run", config_for(instances, "process"), rows=1_000_000)
         for number in range(instances):
@@ -59,7 +59,7 @@ def measure(instances: int) -> Row:
         table.after(2_000)
 
         def ask() -> Status:
-            table.clock.ms += 1_001  # what was answered a second ago is not answered again
+            table.clock.ms += 1_001  # a cached reply is not older than a second
             reply = table.ask("monitor", GetStatus())
             assert isinstance(reply, Status)
             return reply

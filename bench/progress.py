@@ -1,6 +1,6 @@
-"""Which measurement is under way, on stderr, where somebody looks at a terminal.
+"""Progress bar on stderr that names the current measurement, if stderr is a terminal.
 
-Drawn between two measurements only: nothing of it runs beside one.
+The bar is drawn only between two measurements, so that it never runs beside one.
 """
 
 import sys
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def tracked(what: str, items: Iterable[T], name: Callable[[T], object] = str) -> Iterator[T]:
-    """The items, with a bar that names the one that is worked on and goes away at the end."""
+    """The items, with a bar that names the current one and disappears at the end."""
     todo, console = list(items), Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"))
     shows = Progress(
@@ -22,7 +22,7 @@ def tracked(what: str, items: Iterable[T], name: Callable[[T], object] = str) ->
         console=console,
         transient=True,
         auto_refresh=False,
-        redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays there
+        redirect_stdout=sys.stdout.isatty(),  # redirected output stays in its file
         disable=not console.is_terminal,
     )
     with shows as progress:

@@ -1,4 +1,4 @@
-"""Does the quickstart learn? Runs it once a seed, as a person would, and prints what its own summaries say.
+"""Measure whether the quickstart learns: run it once per seed, as a user would, and print the numbers of its summaries.
 
 The goal: mean reward on held-out prompts from at most 0.5 to at least 0.85 within 6 minutes on 2 cores, every seed,
 with no violation of the bound in a trace that is audited after the run. Exit 1 when a seed misses it.
@@ -25,7 +25,7 @@ START, END, WALL_S = 0.5, 0.85, 360.0
 
 
 def run(seed: int, overrides: Sequence[str], run_dir: Path) -> Summary:
-    """One whole run. Its view goes to the terminal's error stream, its summary comes back."""
+    """Run the quickstart once. Its view goes to the terminal's error stream; return its summary."""
     command = [
         sys.executable,
         "-m",
@@ -40,7 +40,7 @@ def run(seed: int, overrides: Sequence[str], run_dir: Path) -> Summary:
     ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if not done.stdout:
-        sys.exit(done.returncode)  # it has said why
+        sys.exit(done.returncode)  # the run has printed the reason
     return msgspec.json.decode(done.stdout, type=Summary)
 
 
@@ -51,7 +51,7 @@ def evaluations(run_dir: Path) -> dict[int, float]:
 
 
 def reached(run_dir: Path) -> int | None:
-    """The first step whose evaluation was at the goal."""
+    """The first step whose evaluation reached the goal."""
     return next((step for step, reward in evaluations(run_dir).items() if reward >= END), None)
 
 

@@ -1,10 +1,10 @@
-"""What ``staleflow top`` showed of a run that was, as one picture that moves.
+"""Record the screens of ``staleflow top`` for a finished run, as one animated picture.
 
     python -m bench.recording runs/quickstart-... docs/recordings/top.svg --frames 24
 
-The screens are the monitor's own, drawn from the run's trace as it was at even distances of its time. What all of them
-have in common is in the file once. Whoever looks at it fetches no font nor anything else; who wants nothing to move
-(``prefers-reduced-motion``) sees the middle of the run.
+The screens are the monitor's own, drawn from the run's trace at evenly spaced times. Parts common to all screens are in
+the file once. The picture loads no font or other resource. A viewer with ``prefers-reduced-motion`` sees the middle of
+the run without motion.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from staleflow.monitor.sources import Replay
 
 WIDTH, HEIGHT = 110, 26
 LOOKS = 10
-"""Looks at the run between two frames: sparklines have a past."""
+"""Polls of the run between two frames: sparklines need history."""
 FRAME_S = 0.8
 _DRAWN = re.compile(r"<rect [^>]*?/>|<text [^>]*>[^<]*</text>")
 _RULE = re.compile(r"\.top-(r\d+) \{(.*?)\}")
@@ -32,7 +32,7 @@ _SCREEN = '<g class="top-matrix">'
 
 
 def screens(run_dir: Path, frames: int) -> list[str]:
-    """SVG of the screen at up to ``frames`` moments of the run: those at which engines are there."""
+    """SVG of the screen at up to ``frames`` moments of the run, without moments that have no engines."""
     trace, config = run_dir / "trace.jsonl", read_run(run_dir)
     whole = Replay(trace)
     whole.to_the_end()
@@ -53,9 +53,9 @@ def screens(run_dir: Path, frames: int) -> list[str]:
 
 
 def film(drawn: list[str]) -> str:
-    """One SVG of many: a group for each, seen in turn, over what they all show."""
+    """One SVG of many: a group for each screen, shown in turn, over the common parts."""
     names = dict[str, str]()
-    """Style of a word -> its class; every screen has numbered its styles anew."""
+    """Style of a word -> its class; every screen numbers its styles from the start."""
     frames = list[list[str]]()
     for svg in drawn:
         rules = dict(_RULE.findall(svg))

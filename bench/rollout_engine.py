@@ -5,7 +5,7 @@
     OMP_NUM_THREADS=1 python bench/rollout_engine.py [--hidden 128] [--layers 4] [--tokens 64]
 
 Lengths vary: each request ends after a number of tokens drawn once. ``generate`` takes them in batches of as many as
-the engine has rows and runs each batch to its longest; the engine lets the next request in as soon as a row is free.
+the engine has rows and runs each batch to its longest; the engine admits the next request as soon as a row is free.
 """
 
 import time
@@ -58,7 +58,7 @@ def build(hidden: int, layers: int) -> Any:
 
 
 def timed(run: Any, model: Any, prompts: Any, lengths: Any, rows: int) -> str:
-    run(model, prompts[:rows], np.minimum(lengths[:rows], 4), rows)  # warm
+    run(model, prompts[:rows], np.minimum(lengths[:rows], 4), rows)  # warm up
     wall, cpu = time.perf_counter(), time.process_time()
     run(model, prompts, lengths, rows)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu

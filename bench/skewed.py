@@ -1,9 +1,9 @@
-"""Does a real run do what the simulator says? ``configs/skewed.toml`` with all its processes, and in virtual time.
+"""Compare a real run with the simulator: ``configs/skewed.toml`` with all its processes, and in virtual time.
 
-Both write the same trace, so both are read alike: steps a minute (without the first and the last steps), staleness,
-and what is between two steps: how long a version takes to reach an engine, a group to be written and to be judged.
-Where the two differ in these, the configuration's [simulation] is not what this machine is like. The machine must have
-two cores to itself. Exit 1 when steps a minute or staleness differ by more than 10 %.
+Both write the same trace, so both are read alike: steps a minute (without the first and the last steps), staleness, and
+the intervals between two steps: the time until a version reaches an engine, until a group is written, and until it is
+judged. Where the two differ in these intervals, the configuration's [simulation] does not match this machine. The
+machine must have two cores for this run alone. Exit 1 when steps a minute or staleness differ by more than 10 %.
 
     python -m bench.skewed [CONFIG] [KEY=VALUE]... [--markdown]
 """
@@ -32,26 +32,26 @@ from staleflow.trace.writer import read_events
 CONFIG = Path(__file__).parent.parent / "configs" / "skewed.toml"
 WITHIN = 0.1
 SEEDS = 5
-"""Simulations; the real run is compared with their mean."""
+"""Number of simulations; the real run is compared with their mean."""
 NS = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a trace says of a run; seconds are medians."""
+    """Measurements from the trace of a run; seconds are medians."""
 
     steps_per_min: float
     staleness: float
     train_s: float
     """From the later of batch and last version to the next version."""
     pull_s: float
-    """From a version to an engine that has it."""
+    """From a version to an engine that has loaded it."""
     stages_s: float
-    """From a pushed group to one that may train."""
+    """From the push of a group until it may train."""
     group_s: float
     """From a lease to its push."""
     longest_s: float
-    """The same, of the group that only one in a hundred is longer than."""
+    """The same interval, 99th percentile of the groups."""
 
 
 LINES: tuple[tuple[str, Callable[[Seen], float], bool], ...] = (
@@ -63,11 +63,11 @@ LINES: tuple[tuple[str, Callable[[Seen], float], bool], ...] = (
     ("lease to push, s", lambda seen: seen.group_s, False),
     ("lease to push, 99 %, s", lambda seen: seen.longest_s, False),
 )
-"""What is shown, and what must agree."""
+"""Label, measurement, and True if the two runs must agree in it."""
 
 
 def read(trace: Path, max_staleness: int) -> Seen:
-    """A trace of one incarnation."""
+    """Read a trace of one incarnation."""
     books = _Books()
     for event in read_events(trace):
         books.take(event)
@@ -83,7 +83,7 @@ def read(trace: Path, max_staleness: int) -> Seen:
 
 
 class _Books:
-    """Adds up one event after the other."""
+    """Accumulates measurements from one event after the other."""
 
     def __init__(self) -> None:
         self.rows: list[StepRow] = []
@@ -137,7 +137,7 @@ class _Books:
 
 
 def real(file: Path, overrides: Sequence[str], max_staleness: int) -> Seen:
-    """``staleflow run``; its view goes to the terminal's error stream."""
+    """Run ``staleflow run``; its view goes to the terminal's error stream."""
     with tempfile.TemporaryDirectory(prefix="sf-") as folder:
         run_dir = Path(folder) / "run"
         command = [sys.executable, "-m", "staleflow.cli", "run", str(file), *overrides, "--run-dir", str(run_dir)]
@@ -146,7 +146,7 @@ def real(file: Path, overrides: Sequence[str], max_staleness: int) -> Seen:
 
 
 def simulated(config: Config) -> Seen:
-    """The same configuration in virtual time."""
+    """Run the same configuration in virtual time."""
     with tempfile.TemporaryDirectory(prefix="sf-") as folder:
         simulate(config, run_dir=Path(folder))
         return read(Path(folder) / TRACE, config.staleness.max_staleness)

@@ -1,13 +1,13 @@
-"""How long do the promises hold? Run after run full of faults, each another seed, until there were enough events.
+"""Verify the promises in run after run full of faults, each with another seed, up to a target number of events.
 
     python -m bench.soak                                    10^7 events, two processes
     python -m bench.soak --events 1000000 --first 100 --processes 1 --publish
-    python -m bench.soak --minutes 15                       as many as there is time for; so does Ctrl-C
-    python -m bench.soak --kept runs/soak.jsonl             goes on where it was, as long as the code is the same
+    python -m bench.soak --minutes 15                       stops after that time; so does Ctrl-C
+    python -m bench.soak --kept runs/soak.jsonl             continues that soak, as long as the code is the same
 
 Every run is the shipped servers and clients in virtual time (``staleflow.sim.faults``). The first run that breaks a
-rule ends the soak with its seed, the command that shows it again, and the story of the group; exit code 1.
-``--publish`` writes the table into bench/results/.
+rule ends the soak with its seed, the command that reproduces it, and the story of the group; exit code 1. ``--publish``
+writes the table into bench/results/.
 """
 
 import argparse
@@ -43,7 +43,7 @@ PER_SEED = 10_000
 
 
 class Totals:
-    """What all runs together did."""
+    """Totals of all runs together."""
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -56,7 +56,7 @@ class Totals:
         self.counts: Counter[str] = Counter()
 
     def add(self, outcome: Outcome, spent_s: float) -> None:
-        """One run that kept every promise, so long after the one before."""
+        """Add one run that kept every promise, and the seconds since the previous one."""
         self.spent_s += spent_s
         self.seeds.add(outcome.seed)
         self.events += outcome.events
@@ -66,7 +66,7 @@ class Totals:
         self.counts += outcome.counts
 
     def unmet(self) -> list[str]:
-        """Faults that never happened and rules that never had anything to check."""
+        """Faults that never happened and rules that had no case to check."""
         faults = [kind for kind in KINDS if not self.faults[kind]]
         rules = [rule.name for rule in (*FileRule, *AuditRule, *Rule)]
         return faults + [rule for rule in rules if not self.checks[rule]]
@@ -80,14 +80,14 @@ class Head(msgspec.Struct):
 
 
 class Seen(msgspec.Struct):
-    """Each other line: one run that kept every promise, and the seconds since the line before."""
+    """Each other line: one run that kept every promise, and the seconds since the previous line."""
 
     outcome: Outcome
     spent_s: float
 
 
 class Kept:
-    """Outcomes of the same code, in a file: a soak that was interrupted goes on. What it has of other code goes."""
+    """Outcomes of the same code, in a file, so that an interrupted soak continues. Other outcomes are discarded."""
 
     def __init__(self, path: Path, per_seed: int) -> None:
         self._path = path
@@ -101,7 +101,7 @@ class Kept:
         path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in (head, *self.seen)))
 
     def add(self, outcome: Outcome, spent_s: float) -> None:
-        """Remember it, whatever comes."""
+        """Append the outcome at once, so that it survives an interruption."""
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(Seen(outcome, spent_s)) + b"\n")
 
@@ -111,7 +111,7 @@ def _counter(_: type, found: dict[str, int]) -> Counter[str]:
 
 
 def code() -> str:
-    """Digest of the product's own files: runs of the same are the same runs."""
+    """Digest of the product's own files: equal digests give equal runs."""
     digest, root = hashlib.sha256(), Path(staleflow.__file__).parent
     folders = sorted(os.walk(root, followlinks=True))
     for path in (Path(folder, name) for folder, _, names in folders for name in sorted(names) if name.endswith(".py")):
@@ -120,7 +120,7 @@ def code() -> str:
 
 
 def runs(first: int, per_seed: int, processes: int, without: Container[int]) -> Iterator[Outcome]:
-    """One outcome after another, in no fixed order, for ever; of the seeds that are not seen yet."""
+    """Endless outcomes, one after another, in no fixed order, of seeds that have not run yet."""
     work = partial(run_seed, events=per_seed)
     if processes == 1:
         yield from map(work, (seed for seed in itertools.count(first) if seed not in without))
@@ -135,7 +135,7 @@ def runs(first: int, per_seed: int, processes: int, without: Container[int]) -> 
 def soak(
     work: Iterator[Outcome], totals: Totals, kept: Kept | None, events: int, most_s: float, console: Console
 ) -> Outcome | None:
-    """Run until there were enough events, or the time is over, or Ctrl-C; or one run broke a rule: then that one."""
+    """Run until the number of events, the time limit or Ctrl-C. If a run breaks a rule, return that run."""
     ends_s = totals.spent_s + most_s
     told_s = time.monotonic()
     with suppress(KeyboardInterrupt):
@@ -173,7 +173,7 @@ def page(totals: Totals, command: str) -> str:
 
 
 def main() -> int:
-    """0 when every run kept every promise."""
+    """Exit code 0 when every run kept every promise."""
     parser = argparse.ArgumentParser(prog="python -m bench.soak")
     parser.add_argument("--events", type=int, default=10_000_000, help="lines of traces in all")
     parser.add_argument("--per-seed", type=int, default=PER_SEED)

@@ -1,8 +1,8 @@
-"""What training on groups as they come is worth: ``configs/streaming.toml`` with and without ``trainer.streaming``.
+"""Measure the gain from training on groups as they arrive: ``configs/streaming.toml`` with and without streaming.
 
-For each bound the trainer's step takes as long as the rollout of a step by itself, which is first simulated with a
-trainer that takes no time. Then both ways run in virtual time (means of seeds) and, with all their processes and
-simulated engines, in real time, one after the other. Exit 1 when a target is missed.
+The switch is ``trainer.streaming``. For each bound the trainer's step takes as long as the rollout of a step by itself,
+which is first simulated with a trainer that takes no time. Then both ways run in virtual time (means of seeds) and,
+with all their processes and simulated engines, in real time, one after the other. Exit 1 when a target is missed.
 
     python -m bench.streaming [KEY=VALUE]... [--seeds N] [--virtual] [--markdown]
 """
@@ -67,7 +67,7 @@ def wall(overrides: Sequence[str], max_staleness: int) -> float:
 
 
 def rows(overrides: Sequence[str], seeds: int, *, real_time: bool) -> list[Row]:
-    """Every bound in virtual time, then in real time."""
+    """Measure every bound in virtual time, then in real time."""
     found: list[Row] = []
     for eta in tracked("bounds", BOUNDS):
         bound = (*overrides, f"staleness.max_staleness={eta}")

@@ -4,9 +4,9 @@
     python -m bench.trajectories --peers-python .venv-peers/bin/python --rounds 5 --markdown
 
 Trajectories of 20 KB in groups of eight, two producers that put 16 at a time, one consumer that takes 256. The service
-does all that it promises meanwhile: leases, the bound, seals, checksums, a store that outlives ``kill -9``. Peers do
-none of that. Every contender is run in processes of its own, all of them once a round; the medians of the rounds are
-told. The raw store is LMDB's own group commit of the same bytes.
+keeps all its promises meanwhile: leases, the bound, seals, checksums, a store that outlives ``kill -9``. Peers do none
+of that. Every contender runs in processes of its own, all of them once a round; the output is the medians of the
+rounds. The raw store is LMDB's own group commit of the same bytes.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def own(shape: Shape, seconds: float) -> Row:
 
 
 def peer(name: str, pythons: list[str], seconds: float) -> Row:
-    """A peer in the first environment that has it; a row that says why when none does."""
+    """A peer in the first environment that has it; otherwise a row with the reason why it was skipped."""
     row = Row(what=name)
     for python in pythons:
         command = [python, "-m", "bench.trajectories_peers", name, "--seconds", str(seconds)]
@@ -92,7 +92,7 @@ def raw_store(seconds: float, *, sync: bool) -> Row:
 
 
 def rounds(contenders: dict[str, Callable[[], Row]], count: int, tell: Callable[[str], None]) -> list[Row]:
-    """The median of each; those that were skipped at first are not tried again."""
+    """The median of each; contenders skipped in the first round are not tried again."""
     found: dict[str, list[Row]] = {name: [] for name in contenders}
     for number in range(count):
         for name, measure in contenders.items():
@@ -136,7 +136,7 @@ RATIOS = (
     ("frames, power / LMDB alone, power", "staleflow, frames, power", "LMDB alone, power", 0.7),
     ("2 shards / 1, mapped", "staleflow, mapped, 2 shards", "staleflow, mapped", 1.8),
 )
-"""What, of whom, to whom, and the goal: of trajectories a second."""
+"""Label, contender, reference, and goal for the ratio of their trajectories a second."""
 DELAYS = (
     ("p50 of frames, ipc / Redis unix", "staleflow, frames, ipc", "Redis list, unix", 1.5),
     ("p50 of frames, tcp / Redis tcp", "staleflow, frames, tcp", "Redis list, tcp", 1.5),
@@ -148,7 +148,7 @@ COSTS = (
 
 
 def goals(rows: list[Row]) -> list[tuple[str, str, str]]:
-    """What was aimed at, what was found, and what the goal is; only of what was measured."""
+    """Label, measured value and goal of each comparison whose contenders were measured."""
     of = {row.what: row for row in rows if not row.skipped}
     found = [
         (what, f"{of[one].per_s / of[other].per_s:.2f}", f">= {goal}")

@@ -1,6 +1,6 @@
-"""What every contender of ``bench.trajectories`` is measured by: counts, CPU and memory of a whole tree of processes.
+"""Measurements of every contender of ``bench.trajectories``: counts, CPU and memory of a whole tree of processes.
 
-Imports nothing of the product, so that a peer may run in an environment of its own.
+The module imports no part of the product, so that a peer may run in an environment of its own.
 """
 
 import contextlib
@@ -19,39 +19,39 @@ TAKE = 256
 """Trajectories that the consumer takes at once."""
 PRODUCERS = 2
 START_S = 150.0
-"""A contender that has carried nothing by then does not run here."""
+"""A contender that has carried no trajectory by then is skipped."""
 IN_FLIGHT = 3 * TAKE
 """Trajectories that may be between the producers and the consumer."""
 
 
 @dataclass(kw_only=True)
 class Row:
-    """One contender in one round; -1 is what was not measured."""
+    """One contender in one round; -1 marks values that were not measured."""
 
     what: str
     per_s: float = -1.0
-    """Trajectories a second in the consumer's hands."""
+    """Trajectories a second that reach the consumer."""
     cpu_s: float = -1.0
     """CPU seconds of all processes for 1,000 trajectories."""
     memory_mb: float = -1.0
     """Proportional share of all processes at the end, files that they map included."""
     p50_ms: float = -1.0
-    """From before one put of 16 until the consumer has them, nothing else under way."""
+    """From before one put of 16 until the consumer has them, without other traffic."""
     skipped: str = ""
     extra: dict[str, float] = field(default_factory=dict[str, float])
 
     def line(self) -> str:
-        """For a pipe."""
+        """The row as one line for a pipe."""
         return json.dumps(asdict(self))
 
 
 def row_of(line: str) -> Row:
-    """What ``line`` wrote."""
+    """The row that ``line`` wrote."""
     return Row(**json.loads(line))
 
 
 def median(rows: Sequence[Row]) -> Row:
-    """Of the rounds of one contender, column by column."""
+    """Medians of the rounds of one contender, column by column."""
     good = [row for row in rows if not row.skipped]
     if not good:
         return rows[0]
@@ -73,13 +73,13 @@ def median(rows: Sequence[Row]) -> Row:
 
 
 def family() -> list[psutil.Process]:
-    """This process's descendants: everybody who works for a contender. This one only looks."""
+    """This process's descendants: all processes of a contender. This process only measures."""
     found: list[psutil.Process] = psutil.Process().children(recursive=True)
     return found
 
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> dict[int, float]:
-    """CPU time that each has used."""
+    """CPU time that each process has used."""
     found: dict[int, float] = {}
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -89,7 +89,7 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> dict[int, float]:
 
 
 def memory_mb() -> float:
-    """Proportional set size of all of them."""
+    """Proportional set size of all processes."""
     total = 0
     for process in family():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

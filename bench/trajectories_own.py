@@ -1,7 +1,7 @@
 """The service itself as a contender of ``bench.trajectories``: real scheduler, real shard, shipped clients.
 
-Producers take leases and push groups of eight trajectories through the worker's own ``Pusher``; the consumer joins as
-a trainer, waits for sealed batches, fetches them through the trainer's own ``BatchStream`` and consumes them. Rewards
+Producers take leases and push groups of eight trajectories through the worker's own ``Pusher``. The consumer joins as a
+trainer, waits for sealed batches, fetches them through the trainer's own ``BatchStream`` and consumes them. Rewards
 come with the payload, as an environment's do. Weights are a number: the consumer registers versions in the place of the
 parameter server. Generation and training take no time.
 """
@@ -66,12 +66,12 @@ from staleflow.protocols.wire.trajectory import GroupPayload
 GROUP = 8
 """Trajectories of a group."""
 TOKENS = TRAJECTORY_BYTES // 9
-"""Of a trajectory: an id, a log-probability and a mask byte each."""
+"""Tokens of a trajectory: an id, a log-probability and a mask byte each."""
 CHECKPOINT_EVERY = 4
 STEP_S = 0.25
-"""Of a trainer that does train."""
+"""Seconds of a step, for a trainer that does train."""
 FIRST_STEPS = 2
-"""Not looked at: everything begins."""
+"""Number of first steps that are not measured, because all processes are starting."""
 ROWS = 1_000
 REWARDS = np.linspace(0, 1, GROUP, dtype=np.float32)
 _PROCESS = """
@@ -86,20 +86,20 @@ _Context = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One way to run it."""
+    """One configuration of the service."""
 
     name: str
     tcp: bool = False
     shared: bool = True
-    """Workers write into slabs and the trainer maps them; else both are as on other hosts than the shard's."""
+    """Workers write into slabs and the trainer maps them; otherwise both act as on other hosts than the shard's."""
     durability: Durability = "process"
     shards: int = 1
     groups: int = TAKE // GROUP
-    """Of a batch."""
+    """Groups of a batch."""
     max_staleness: int = 2
     producers: int = PRODUCERS
     step_s: float = 0.0
-    """Of training; 0: batches are only taken."""
+    """Seconds of training; 0: batches are only taken."""
 
 
 def measured(shape: Shape, *, warm_up_s: float, seconds: float, folder: Path | None = None) -> Row:
@@ -120,7 +120,7 @@ def latency(shape: Shape, *, seconds: float, folder: Path | None = None) -> floa
 
 
 def waiting(shape: Shape, *, seconds: float, folder: Path | None = None) -> float:
-    """Share of its time that a trainer waits for data which trains ``STEP_S`` a step while the next batch comes."""
+    """Share of its time that a trainer waits for data when it trains ``STEP_S`` a step while the next batch arrives."""
     with _running(replace(shape, step_s=STEP_S), folder) as (taken, share):
         watch(Row(what=shape.name), taken, warm_up_s=2 * STEP_S, seconds=seconds)
         return share()
@@ -194,7 +194,7 @@ def _free() -> str:
 
 
 def produce(run_dir: Path, number: int, shape: Shape) -> None:
-    """Push what is leased, for ever."""
+    """Push all leased groups, endlessly."""
     reuse_memory()
     uvloop.run(_produce(run_dir, number, shape))
 
@@ -255,7 +255,7 @@ def _segments(version: Version) -> Array:
 
 
 def _payload(arrays: dict[str, Array], segments: Array) -> GroupPayload:
-    """A group as an engine's arrays; its prompt says when it was put."""
+    """A group as an engine's arrays; its prompt contains the time of its put."""
     now = time.monotonic_ns()
     return GroupPayload(
         prompt_ids=np.array([now >> 31, now & 0x7FFF_FFFF], np.int32),
@@ -274,8 +274,8 @@ def _put_ns(payload: GroupPayload) -> int:
 
 
 def consume(run_dir: Path, shape: Shape, taken: "Synchronized[int]", number: "Synchronized[float]") -> None:
-    """Take batches for ever. ``number``: seconds of laying one out; with batches of two groups, seconds from put to
-    here, p50; with steps that take time, the share of it that is spent waiting."""
+    """Take batches endlessly. ``number`` is the seconds of laying one out; with batches of two groups, seconds from put
+    to here, p50; with steps that take time, the share of it that is spent waiting."""
     reuse_memory()
     uvloop.run(_consume(run_dir, shape, taken, number))
 
@@ -337,7 +337,7 @@ async def _train(
     share: "Synchronized[float]",
     register: Callable[[int, BatchId | None], Awaitable[None]],
 ) -> None:
-    """As the shipped trainer does: the next batch is fetched and laid out while this one is trained."""
+    """Like the shipped trainer, fetch and lay out the next batch while this one is trained."""
     feeding = asyncio.ensure_future(stream.feed(Step(0), 1 << 40))
     waited_s, began, step = 0.0, 0.0, 0
     while not feeding.done():

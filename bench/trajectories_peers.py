@@ -3,8 +3,9 @@
 
     python -m bench.trajectories_peers NAME --seconds 5        one JSON line
 
-Imports nothing of the product: it runs in any environment that has psutil and the peer. Every peer carries the same
-bytes, 16 trajectories a put, and is bounded the same way: the consumer gives back a permit for each put it has taken.
+The module imports no part of the product: it runs in any environment that has psutil and the peer. Every peer carries
+the same bytes, 16 trajectories a put, and is bounded the same way: the consumer returns a permit for each put it has
+taken.
 """
 
 import argparse
@@ -26,11 +27,11 @@ class Connection(Protocol):
     """One process's end of a peer."""
 
     def put(self, trajectories: list[bytes]) -> None:
-        """Hand over one put."""
+        """Put one batch of trajectories."""
         ...
 
     def take(self, count: int) -> list[bytes]:
-        """At least one trajectory, about ``count`` if they are there."""
+        """Return at least one trajectory, about ``count`` if they have arrived."""
         ...
 
 
@@ -69,7 +70,7 @@ class Redis:
     """A list of a Redis server without persistence; the client has hiredis."""
 
     def __init__(self, *, unix: bool) -> None:
-        import hiredis  # before there is a server that nobody would end
+        import hiredis  # a failed import must not leave a running server behind
         import redis
 
         assert hiredis
@@ -117,7 +118,7 @@ class Redis:
 
 
 class RayQueue:
-    """``ray.util.queue``: lists in an actor, or references to what ``ray.put`` holds."""
+    """``ray.util.queue``: lists in an actor, or references to objects stored with ``ray.put``."""
 
     def __init__(self, *, refs: bool) -> None:
         import ray
@@ -169,7 +170,7 @@ class RayQueue:
 class TransferQueue:
     """``TransferQueue`` with its storage in memory: rows of one field, ``together`` rows a put, each taken once.
 
-    It is polled: a controller that waits for rows sleeps five seconds, in which nobody can put any.
+    It is polled: a controller that waits for rows sleeps five seconds, and accepts no put in that time.
     """
 
     def __init__(self, *, together: int) -> None:
@@ -264,7 +265,7 @@ class Reverb:
 
 
 GATHERED = "TransferQueue, 256 a put"
-"""Waits for more than one put: it has no latency of one."""
+"""It waits for more than one put, so the latency of a single put is undefined."""
 
 PEERS: dict[str, Callable[[], Any]] = {
     "multiprocessing queue, one a put": lambda: Queue(together=False),
@@ -281,7 +282,7 @@ PEERS: dict[str, Callable[[], Any]] = {
 
 
 def produce(peer: Any, permits: Any, seed: int) -> None:
-    """Put 16 at a time, each as fresh bytes that begin with the time, as long as there are permits."""
+    """Put 16 at a time, each as fresh bytes that begin with the time, as long as permits remain."""
     connection: Connection = peer.connect()
     body = bytes(os.urandom(TRAJECTORY_BYTES - 8))
     while True:
@@ -291,7 +292,7 @@ def produce(peer: Any, permits: Any, seed: int) -> None:
 
 
 def consume(peer: Any, permits: Any, count: int, taken: Any, p50_s: Any) -> None:
-    """Take for ever; ``p50_s``: from before a put to here."""
+    """Take endlessly; ``p50_s``: from before a put to here."""
     connection: Connection = peer.connect()
     seconds: list[float] = []
     due = 0
@@ -327,7 +328,7 @@ def _watched(name: str, *, producers: int, count: int, permits: int, warm_up_s: 
 
 
 def measured(name: str, *, warm_up_s: float, seconds: float) -> Row:
-    """Throughput with everything under way, then latency of one put at a time."""
+    """Throughput under full load, then latency of one put at a time."""
     try:
         row = _watched(
             name, producers=PRODUCERS, count=TAKE, permits=IN_FLIGHT // PUT, warm_up_s=warm_up_s, seconds=seconds
@@ -341,7 +342,7 @@ def measured(name: str, *, warm_up_s: float, seconds: float) -> Row:
 
 
 def main() -> None:
-    """One peer, one line."""
+    """Measure one peer and print one line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=list(PEERS))
     parser.add_argument("--warm-up", type=float, default=1.0)

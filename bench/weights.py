@@ -4,10 +4,10 @@
     python -m bench.weights --mb 256 --rounds 3
     python -m bench.weights --peers /path/to/venv/bin/python Ray, safetensors and torch from an environment of their own
 
-Each way runs in turn, ``--repeat`` times, in fresh processes; each time a few versions follow each other after six
-that do not count, since a run publishes hundreds. Printed are medians: until the publish returned, until the last
-reader could read the bytes, until the last had them in tensors of its own; beside one copy of them by one thread. The
-CPU seconds are those of one version, and say most where the machine is shared.
+Each way runs in turn, ``--repeat`` times, in fresh processes; each time a few versions follow each other after six that
+do not count, since a run publishes hundreds. The output is medians: until the publish returned, until the last reader
+could read the bytes, until the last had them in tensors of its own; beside one copy of them by one thread. The CPU
+seconds are those of one version, and are the most reliable numbers on a shared machine.
 """
 
 import argparse
@@ -34,7 +34,7 @@ WHAT = {
 
 
 def measure(way: str, python: str, options: argparse.Namespace) -> list[dict[str, float]]:
-    """The rounds of one way; empty, and said why, where it cannot run."""
+    """The rounds of one way; empty, with the reason printed, where it cannot run."""
     sizes = [f"--mb={options.mb}", f"--readers={options.readers}", f"--rounds={options.rounds}"]
     done = subprocess.run(
         [python, "-m", "bench.weights_ways", way, *sizes],

@@ -1,7 +1,6 @@
 """The product's own way for ``bench.weights``: the shipped parameter server in a process of its own, its real clients.
 
-The scheduler is a stand-in that registers whatever comes; readers are told of a version by the harness, as the
-scheduler would tell them.
+The scheduler is a stand-in that registers every version; the harness announces a version to the readers in its place.
 """
 
 import asyncio
@@ -85,7 +84,7 @@ def _serve(place: str) -> None:
 
 
 class OwnPublisher:
-    """Version after version."""
+    """Publishes version after version."""
 
     def __init__(self, place: str) -> None:
         address = addresses(_config(place), Path(place)).parameters

@@ -1,13 +1,13 @@
-"""Weights to readers on other hosts: whole, through relays, and as deltas, beside what ZeroMQ itself can carry.
+"""Weights to readers on other hosts: whole, through relays, and as deltas, beside the raw limit of ZeroMQ itself.
 
     python -m bench.weights_remote                    256 MB, links between hosts of 100 MB/s
     python -m bench.weights_remote --mb 1024 --mb-per-s 400
 
-Everything runs on this machine over TCP; processes are told that they are on different hosts, so that nobody maps a
-file of another. The raw limit is one process that sends frames of 16 MB and one that receives them, into nothing. Rows
-with a link have relays that may ask for so many bytes a second, as between two sites: there depth shows as what it
-adds, since the processor does not decide. The row through one relay has its own limit: the same frames through a
-process in between. Medians of ``--rounds``, each of a version that nobody has yet.
+All processes run on this machine over TCP and are configured as if on different hosts, so that no process maps a file
+of another. The raw limit is one process that sends frames of 16 MB and one that receives and discards them. Rows with a
+link have relays with a limited number of bytes a second, as between two sites: these rows show the cost of depth, since
+the processor does not decide. The row through one relay has its own limit: the same frames through a process in
+between. The output is medians of ``--rounds``, each of a version that no reader has yet.
 
 The goal: whole versions at 0.65 of the raw limit or more. Exit 1 when that is missed.
 """
@@ -67,7 +67,7 @@ TENSOR_BYTES = 16 << 20
 SHARED_MEMORY = "/dev/shm"
 GOAL = 0.65
 FRESH = 3
-"""Versions until the file of a deleted one is used again, as a run of hundreds does it from then on."""
+"""Versions until the file of a deleted one is used again, as in a run of hundreds from then on."""
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -102,7 +102,7 @@ def forward_frames(port: int, bound: "Connection[int, None]", frames: int) -> No
 
 
 def raw_limit(nbytes: int, *, hops: int = 0) -> float:
-    """Bytes a second of frames of 16 MB, one way, through so many processes in between."""
+    """Bytes a second of frames of 16 MB, one way, through that many processes in between."""
     frames = max(8, nbytes // FRAME_BYTES)
     context = zmq.Context()
     receiver = context.socket(zmq.PULL)
@@ -142,7 +142,7 @@ def config_of(port: int, delta: str) -> Config:
 
 
 def serve(place: str, port: int, delta: str) -> None:
-    """The parameter server, and a stand-in for the scheduler that registers whatever comes."""
+    """The parameter server, and a stand-in for the scheduler that registers every version."""
     logging.disable(logging.INFO)
     reuse_memory()
     config, folder = config_of(port, delta), Path(place)
@@ -165,8 +165,8 @@ def serve(place: str, port: int, delta: str) -> None:
         await asyncio.gather(scheduler.serve(), root.serve_until(Stop(), config, folder))
 
     chain = mock.patch.object(tree, "FANOUT", 1)
-    far = mock.patch.object(tree, "ROOT_READERS", 0)  # the reader goes to the last relay, and not past all of them
-    others = mock.patch.object(tree, "is_loopback", str.isspace)  # no address is: all are reached from everywhere
+    far = mock.patch.object(tree, "ROOT_READERS", 0)  # the reader goes to the last relay only
+    others = mock.patch.object(tree, "is_loopback", str.isspace)  # no address is loopback: any host reaches all
     with chain, far, others, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serving())
 
@@ -253,7 +253,7 @@ class World:
 
 @contextmanager
 def elsewhere() -> Generator[None]:
-    """This process is on a host of its own."""
+    """Make this process act as on a host of its own."""
     mapping = mock.patch.object(mapped, "boot_id", return_value="reader host")
     asking = mock.patch.object(relays, "boot_id", return_value="reader host")
     with mapping, asking:
@@ -272,7 +272,7 @@ def tensors(nbytes: int) -> Arrays:
 
 
 def moved(arrays: Arrays, step: int) -> Arrays:
-    """Each fiftieth element by one bit, as a step at 1e-6 does it."""
+    """Change each fiftieth element by one bit, as a step at 1e-6 does."""
     after = {name: array.copy() for name, array in arrays.items()}
     for array in after.values():
         array[step::50] += 1
@@ -294,7 +294,7 @@ async def measure(nbytes: int, rounds: int, num_relays: int, *, delta: str = "of
 
 
 def train(address: str, nbytes: int, pipe: "Connection[None, int]") -> None:
-    """A trainer that gives its newest version itself; publishes when it is told to."""
+    """A trainer that serves its newest version itself, and publishes on request."""
 
     async def publish(publisher: Publisher, version: int) -> None:
         await publisher.publish(
@@ -314,7 +314,7 @@ async def _publisher(address: str) -> Publisher:
 
 
 async def measure_direct(nbytes: int, rounds: int) -> float:
-    """As ``measure``, of versions that come from the trainer's own memory through gloo."""
+    """Like ``measure``, for versions that come from the trainer's own memory through gloo."""
     world, found = World(0), list[float]()
     here, there = SPAWN.Pipe()
     trainer = SPAWN.Process(target=train, args=(world.address, nbytes, there), daemon=True)
@@ -339,7 +339,7 @@ async def measure_direct(nbytes: int, rounds: int) -> float:
 
 
 def direct_row(nbytes: int, rounds: int, raw: float) -> None:
-    """Left out where torch is not installed."""
+    """Skip the measurement where torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         return
     seconds = asyncio.run(measure_direct(nbytes, rounds))

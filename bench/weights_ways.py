@@ -3,8 +3,8 @@
     python -m bench.weights_ways WAY --mb 1024 --readers 4 --rounds 5
 
 Prints one JSON object a round: seconds from the beginning of the publish until the last reader can read the bytes
-(``mapped``), and until the last has them in tensors of its own (``loaded``). Imports nothing of the product but in the
-product's own way, so that a peer may run in an environment of its own.
+(``mapped``), and until the last has them in tensors of its own (``loaded``). The module imports the product only for
+the product's own way, so that a peer may run in an environment of its own.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Publisher(Protocol):
     """The trainer's side."""
 
     def publish(self, arrays: Arrays) -> Any:
-        """Out with them; what the readers need to know, which travels to them."""
+        """Publish the arrays; return the token that readers need, which travels to them."""
         ...
 
     def close(self) -> None: ...
@@ -44,11 +44,11 @@ class Reader(Protocol):
     """An engine's side."""
 
     def reach(self, token: Any) -> None:
-        """Returns when every byte of the version can be read from here."""
+        """Return when every byte of the version can be read from here."""
         ...
 
     def views(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Each tensor of the version, to be copied before the next is asked for."""
+        """Each tensor of the version, to be copied before the next is requested."""
         ...
 
     def close(self) -> None: ...
@@ -64,7 +64,7 @@ def tensors(nbytes: int) -> Arrays:
 
 
 class SafetensorsPublisher:
-    """A file in shared memory, renamed when it is whole; the readers map it."""
+    """A file in shared memory, renamed when it is complete; the readers map it."""
 
     def __init__(self, place: str) -> None:
         self._save = importlib.import_module("safetensors.numpy").save_file
@@ -128,7 +128,7 @@ class TorchSaveReader:
 
 
 class ZmqPublisher:
-    """Frames of 16 MiB through a Unix socket to each reader, as fast as they take them."""
+    """Frames of 16 MiB through a Unix socket to each reader, as fast as the readers receive them."""
 
     def __init__(self, place: str) -> None:
         self._zmq = importlib.import_module("zmq")
@@ -204,7 +204,7 @@ EARLY = ("zmq",)
 
 
 def read(way: str, place: str, number: int, nbytes: int, pipe: "Connection[Any, Any]") -> None:
-    """A reader process: a version into its own tensors for each token that comes."""
+    """A reader process: copies a version into its own tensors for each token that arrives."""
     own, reader = tensors(nbytes), WAYS[way][1](place, number)
     pipe.send(os.getpid())
     while (told := pipe.recv()) is not None:
@@ -220,7 +220,7 @@ def read(way: str, place: str, number: int, nbytes: int, pipe: "Connection[Any, 
 
 
 def rounds(way: str, nbytes: int, readers: int, count: int) -> Iterator[dict[str, float]]:
-    """``count`` versions, after those that do not count."""
+    """Publish ``count`` versions after the warm-up versions."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(
         prefix="sf-w-", dir=None if way.startswith("staleflow") else SHARED_MEMORY
@@ -250,7 +250,7 @@ def rounds(way: str, nbytes: int, readers: int, count: int) -> Iterator[dict[str
 
 
 def cpu_s() -> float:
-    """Seconds of processors that this process and all below it have taken so far."""
+    """CPU seconds that this process and all its descendants have used so far."""
     ticks, pids = 0, [os.getpid()]
     while pids:
         process = Path("/proc", str(pids.pop()))
@@ -289,7 +289,7 @@ _TARGET: Arrays = {}
 
 
 def memcpy(arrays: Arrays) -> float:
-    """Seconds that one thread takes to copy them into memory that is touched already."""
+    """Seconds that one thread takes to copy the bytes into memory that is touched already."""
     if not _TARGET:
         _TARGET.update({name: np.array(array) for name, array in arrays.items()})
     began = time.monotonic()
@@ -302,7 +302,7 @@ def memcpy(arrays: Arrays) -> float:
 
 
 def ray_rounds(nbytes: int, readers: int, count: int, *, torch: bool) -> Iterator[dict[str, float]]:
-    """``ray.put`` of a dictionary of NumPy views, or of torch tensors; an actor a reader gets it."""
+    """``ray.put`` of a dictionary of NumPy views, or of torch tensors; one actor per reader fetches it."""
     ray = importlib.import_module("ray")
     ray.init(num_cpus=readers, object_store_memory=4 * nbytes, log_to_driver=False, include_dashboard=False)
     wrap = importlib.import_module("torch").from_numpy if torch else np.asarray

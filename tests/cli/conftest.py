@@ -1,4 +1,4 @@
-"""The command line in a process of its own, in an empty folder."""
+"""Run the command line in a process of its own, in an empty folder."""
 
 import subprocess
 import sys
@@ -14,13 +14,13 @@ SIMULATED = ROOT / "configs" / "simulated.toml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """How a command ended."""
+    """Result of a command that has exited."""
 
     code: int
     out: str
     err: str
     left: list[str]
-    """Names in its working folder afterwards."""
+    """Names of the entries in the working folder after the command."""
 
 
 Cli = Callable[..., Said]
@@ -28,7 +28,7 @@ Cli = Callable[..., Said]
 
 @pytest.fixture
 def cli(short_dir: Path) -> Cli:
-    """Runs ``staleflow`` with these words."""
+    """Run ``staleflow`` with these arguments."""
 
     def run(*words: object, timeout_s: float = 60.0) -> Said:
         command = [sys.executable, "-m", "staleflow.cli", *map(str, words)]

@@ -1,4 +1,4 @@
-"""What can be asked of a run that has ended; one short run for the whole file."""
+"""Commands inspect a finished run; all tests of this file share one short run."""
 
 import json
 import os
@@ -30,7 +30,7 @@ CHAPTERS = (
 
 @pytest.fixture(scope="module")
 def ended() -> Iterator[Path]:
-    """A run directory; nobody may change it."""
+    """A run directory; tests must not modify it."""
     folder = Path(tempfile.mkdtemp(prefix="sf-"))
     command = [sys.executable, "-m", "staleflow.cli", "run", str(SIMULATED), *SHORT, "--run-dir", str(folder / "run")]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
@@ -170,7 +170,7 @@ def test_its_timeline_is_a_page_and_a_picture(cli: Cli, ended: Path, short_dir: 
     said = cli("trace", "plot", ended, "--out", "lanes.html", "--out", "lanes.png")
     assert (said.code, said.err) == (0, "")
     page = (short_dir / "lanes.html").read_text()
-    assert page.count('<div class="row">') == 4  # two engines, the reward, the trainer
+    assert page.count('<div class="row">') == 4  # two engines, the reward worker, the trainer
     assert "Age of the trained groups" in page
     assert loaded(page) == []
     assert (short_dir / "lanes.png").read_bytes().startswith(b"\x89PNG")
@@ -178,7 +178,7 @@ def test_its_timeline_is_a_page_and_a_picture(cli: Cli, ended: Path, short_dir: 
 
 
 def loaded(page: str) -> list[str]:
-    """What the page would fetch: anything that is named by an address."""
+    """Addresses that the page would fetch: every reference by address."""
     return re.findall(r"""(?:src|href|url|import)\s*[=(]\s*["']?(?!#|data:)[^\s"'>)]+""", page)
 
 

@@ -1,4 +1,4 @@
-"""Bad input: one line that names the thing, the value and what is allowed; exit code 2; nothing started or written."""
+"""Bad input exits with code 2 and one line with the key, the value and the allowed values, and has no other effect."""
 
 import importlib.util
 import json
@@ -160,7 +160,7 @@ def test_words_that_do_not_exist(cli: Cli) -> None:
     ids=lambda words: f"{words[0]} {words[-1]}",
 )
 def test_a_path_that_cannot_be_written(cli: Cli, short_dir: Path, words: tuple[object, ...]) -> None:
-    """A file where a folder should be."""
+    """A file in the place of a folder."""
     (short_dir / "file").touch()
     said = cli(*words, "file/x")
     assert said.code == 2
@@ -171,7 +171,7 @@ def test_a_path_that_cannot_be_written(cli: Cli, short_dir: Path, words: tuple[o
 
 
 def test_a_run_that_is_being_started_is_said_to_be(cli: Cli, short_dir: Path) -> None:
-    """A model may take minutes before the scheduler is up."""
+    """Building a model may take minutes before the scheduler starts."""
     from staleflow.configs.loading.load import load
     from staleflow.supervisor import rundir
 
@@ -226,7 +226,7 @@ def test_a_scheduler_that_listens_and_is_stopped_is_named_with_its_process(cli: 
 
 
 def test_status_does_not_wait_for_a_file_system_that_hangs(cli: Cli, short_dir: Path) -> None:
-    """Opening a pipe that has no writer blocks as a read from a dead network file system does."""
+    """Opening a pipe without a writer blocks like a read from an unresponsive network file system."""
     (short_dir / "r").mkdir()
     os.mkfifo(short_dir / "r" / "config.json")
     said = cli("status", "r")

@@ -1,4 +1,4 @@
-"""``staleflow simulate --compare``: one table, as text, as JSON, as pictures."""
+"""``staleflow simulate --compare`` prints one table as text or JSON, or draws it as pictures."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def test_the_table_has_a_row_each_and_no_line_too_long(cli: Cli) -> None:
     rows = [line for line in lines if line.startswith(("staleflow ", "areal ", "trl "))]
     assert (said.code, said.left) == (0, [])
     assert [line.split("  ")[0].strip() for line in rows] == [*OWN, "areal", "trl"]
-    assert {len(line.split()) for line in rows} == {13, 14}  # ours have a name of two words; "mean / max" is three
+    assert {len(line.split()) for line in rows} == {13, 14}  # staleflow rows have names of two words
     assert max(map(len, lines)) <= 120
 
 

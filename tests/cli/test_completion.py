@@ -1,4 +1,4 @@
-"""Completion, asked for as the shells ask."""
+"""Shell completion returns the right words, requested the way the shells request it."""
 
 import os
 import shutil

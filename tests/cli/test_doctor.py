@@ -1,4 +1,4 @@
-"""Is this machine fit for a run?"""
+"""``staleflow doctor`` reports whether this machine is fit for a run."""
 
 import importlib.metadata
 import importlib.util
@@ -109,7 +109,7 @@ def test_what_it_sustains_is_measured_by_a_run(monkeypatch: pytest.MonkeyPatch, 
     assert re.fullmatch(r"[\d,]+/s of 256 tokens, .*", trajectories.found)
     assert re.fullmatch(r"the service allows [\d,]+ a minute: a step is 8 x 4 trajectories; .*", steps.found)
     assert told == sorted(told)
-    assert list(short_dir.iterdir()) == []  # nothing is left, and no process either
+    assert list(short_dir.iterdir()) == []  # neither files nor processes are left behind
 
 
 def test_a_run_that_does_not_start_is_a_bad_finding(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""``staleflow explain``: what a key means, in the words of the schema."""
+"""``staleflow explain`` describes a key in the words of the schema."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""Whoever forges a trace or a status gets one clear line for it, and never a word with the reader's terminal."""
+"""A forged trace or status gives one clear error line, and none of its bytes control the reader's terminal."""
 
 import itertools
 import random
@@ -19,7 +19,7 @@ from tests.report.traces import PLAIN, attach, consume, event, publish, save, se
 from tests.sim.test_plan import config
 
 EVIL = "\x1b]0;title\x07\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b2J\r\n[bold red on white]x[/foo]\u202e"
-"""Sequences that change a terminal's title, its clipboard and its screen; rich's markup; text from right to left."""
+"""Sequences that change a terminal's title, clipboard or screen; rich's markup; right-to-left text."""
 GONE = object()
 NESTED: Any = msgspec.json.decode("[" * 100 + "]" * 100)
 VALUES: tuple[Any, ...] = (
@@ -52,7 +52,7 @@ LIFE = [
     event("tomorrow", 25, worker="rollout-0.bb", members=[1]),
     PLAIN[-1] | {"t": 1030 * 10**9, "m": 130 * 10**9},
 ]
-"""A line of every kind, and one of a kind that is not known."""
+"""One line of every kind, and one of an unknown kind."""
 VERBS = (
     ("top", "--replay", "--once"),
     ("top", "--replay", "--json", "--speed", "1000"),
@@ -66,7 +66,8 @@ STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def mutations(lines: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
-    """Line, field, value: each field of each kind once with each value; ``TIMES`` of the first line and one other."""
+    """(line, field, value): each field of each kind once with each value; ``TIMES`` for the first line and one
+    other."""
     seen: set[tuple[str, str]] = set()
     for number, line in enumerate(lines):
         for field in [*line, "more", "members"]:
@@ -84,12 +85,12 @@ def mutated(lines: list[dict[str, Any]], number: int, field: str, value: Any) ->
 
 
 def controls(text: str) -> set[str]:
-    """Characters that a terminal obeys, but for line ends and rich's colours."""
+    """Control characters of a terminal, except line ends and rich's colours."""
     return {letter for letter in STYLE.sub("", text) if not letter.isprintable()} - {"\n"}
 
 
 def ask(run_dir: Path, verb: tuple[str, ...]) -> int:
-    """A verb's exit code, asked in its run directory."""
+    """Exit code of a verb that runs in its run directory."""
     words = list(verb)
     words.insert(2 if words[0] == "trace" else 1, str(run_dir))
     return main(words)
@@ -97,7 +98,7 @@ def ask(run_dir: Path, verb: tuple[str, ...]) -> int:
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One with a configuration."""
+    """A run directory with a configuration."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / RESOLVED).write_bytes(to_json(config()))
     return tmp_path

@@ -1,4 +1,4 @@
-"""``staleflow plan --graph``: the stages of a configuration, as a person reads them and as a diagram."""
+"""``staleflow plan --graph`` prints the stages of a configuration as text and as a diagram."""
 
 import io
 import sys

@@ -1,4 +1,4 @@
-"""The command line is light until a verb works, and its names are a promise."""
+"""The command line imports little until a verb runs, and its names are stable."""
 
 import subprocess
 import sys

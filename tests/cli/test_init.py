@@ -1,4 +1,4 @@
-"""``staleflow init``: what it writes runs as it is, and nothing is ever overwritten."""
+"""A configuration written by ``staleflow init`` runs unchanged, and the command never overwrites a file."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from staleflow.configs.loading.presence import present
 from tests.cli.conftest import Cli
 
 UNTRAINED = ("rollout.engine=simulated", "trainer.backend=simulated", "model.build=", "model.options={}")
-"""Imports no torch."""
+"""Importing it does not import torch."""
 FILES = ["config.toml", "held_out.jsonl", "prompts.jsonl", "reward.py"]
 
 

@@ -1,4 +1,4 @@
-"""``staleflow launch``: what it refuses, and that a dry run touches nothing."""
+"""``staleflow launch`` rejects bad configurations, and a dry run has no effect."""
 
 import os
 import shlex
@@ -17,7 +17,7 @@ from tests.cli.test_bad_input import refused
 
 CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
 HOSTS = 'launch.hosts=["gpu-1", "gpu-2", "gpu-3"]'
-"""Names that no DNS has."""
+"""Names that no DNS resolves."""
 
 
 @pytest.mark.parametrize("engine", ["ssh", "slurm", "kubernetes", "ray"])

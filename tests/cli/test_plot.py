@@ -1,4 +1,4 @@
-"""``staleflow trace plot``: the lanes of a run, drawn, and what its stages did at the same time."""
+"""``staleflow trace plot`` draws the lanes of a run and shows which stages worked at the same time."""
 
 import json
 from pathlib import Path

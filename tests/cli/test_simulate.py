@@ -1,4 +1,4 @@
-"""``staleflow simulate``: one table or JSON, the same for the same seed, and a trace that can be kept."""
+"""``staleflow simulate`` prints one table or JSON, gives the same result for the same seed, and can keep its trace."""
 
 import json
 import sys

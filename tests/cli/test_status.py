@@ -1,4 +1,4 @@
-"""``staleflow status`` of a run that answers."""
+"""``staleflow status`` prints the state of a run whose scheduler replies."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tests.monitor.world import STATUS
 
 
 class Answers:
-    """In the place of a connection to the scheduler."""
+    """Replaces the connection to the scheduler."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass

@@ -1,4 +1,4 @@
-"""``staleflow top`` of a run whose model is being made: there is nobody to ask yet."""
+"""``staleflow top`` waits for a run whose scheduler has not started because its model is still being built."""
 
 import io
 import sys
@@ -22,7 +22,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def played(monkeypatch: pytest.MonkeyPatch, holders: list[str | None], answers: list[bool]) -> Iterator[str | None]:
-    """Who holds the directory at each look, and whether somebody listens; the holders that nobody asked for."""
+    """Script the holder of the directory and the state of the address at each poll; return the holders not polled."""
     held, heard = iter(holders), iter(answers)
 
     def holder(run_dir: Path) -> str | None:

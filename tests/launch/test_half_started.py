@@ -1,4 +1,4 @@
-"""A launch that goes no further than half leaves what can be gone on with, or nothing."""
+"""An interrupted launch leaves either a state that the next launch can continue from, or nothing."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A folder of Kubernetes objects: what one object names another one has, and the commands of its pods are a run."""
+"""In a folder of Kubernetes objects every referenced name exists, and the commands of the pods form a run."""
 
 import re
 import shutil
@@ -40,7 +40,7 @@ def objects(config: Config) -> list[Object]:
 
 
 def pods(found: list[Object]) -> dict[str, Object]:
-    """Object's name -> specification of its pods."""
+    """Object name -> specification of its pods."""
     return {
         one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in found if "template" in one.get("spec", {})
     }
@@ -142,7 +142,7 @@ def staged(name: str, *stages: str, workers: int) -> Config:
 
 
 def labels_of(one: Object) -> Object:
-    """Of the pods of an object; none if it has no pods."""
+    """Specification of an object's pods; none if it has no pods."""
     return dict(one["spec"].get("template", {}).get("metadata", {}).get("labels", {}))
 
 
@@ -155,7 +155,7 @@ def labels_of(one: Object) -> Object:
 )
 def test_whatever_a_run_and_its_stages_are_called_objects_have_names_of_their_own(name: str, stages: list[str]) -> None:
     plain = {re.sub("_+", "-", stage.strip("_")) for stage in stages}
-    assume(not plain & {*RESERVED, *kubernetes.PARTS} and len(plain) == len(stages))  # others are refused
+    assume(not plain & {*RESERVED, *kubernetes.PARTS} and len(plain) == len(stages))  # others are rejected
     config = staged(name, *stages, workers=4096)
     kubernetes.check(config)
     found = [one for one in objects(config) if "metadata" in one]
@@ -169,7 +169,7 @@ def test_whatever_a_run_and_its_stages_are_called_objects_have_names_of_their_ow
 
 @pytest.fixture
 def applied(short_dir: Path) -> Path:
-    """The folder as ``kubectl apply`` gets it."""
+    """The folder as ``kubectl apply`` receives it."""
     config = load(CLUSTER, ["trainer.steps=10", "launch.port=25551"])
     for name, text in kubernetes.files(config).items():
         (short_dir / name).write_text(text)
@@ -179,7 +179,7 @@ def applied(short_dir: Path) -> Path:
 
 @pytest.mark.long
 def test_the_commands_of_the_pods_are_a_run(applied: Path) -> None:
-    """Each container as a process of this machine, its mounts as folders."""
+    """Run each container as a process of this machine, its mounts as folders."""
     found = pods(objects(load(CLUSTER, ["trainer.steps=10", "launch.port=25551"])))
     kustomization = yaml.safe_load((applied / "kustomization.yaml").read_text())
     secrets = {one["name"]: one["files"] for one in kustomization["secretGenerator"]}

@@ -1,4 +1,4 @@
-"""What a machine does with its processes, without any."""
+"""A machine manages its processes; the tests start none."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ from staleflow.supervisor.roles import Kind, Role
 def test_a_machine_that_cannot_start_a_process_again_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """However well its process ended the last time that it ran."""
+    """A failed start counts even if the process ended well the last time that it ran."""
     popen, started = subprocess.Popen[bytes], list[bool]()
 
     def once(*words: Any, **more: Any) -> "subprocess.Popen[bytes]":

@@ -29,7 +29,7 @@ def cluster(*overrides: str) -> Config:
 
 
 def words(config: Config) -> dict[str, tuple[str, ...]]:
-    """Name -> command of each process on each machine, but for the head's."""
+    """Name -> command of each process on each machine except the head."""
     found: dict[str, tuple[str, ...]] = {}
     for place in placement.places(config):
         if place.part == "rollout":

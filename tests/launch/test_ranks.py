@@ -1,4 +1,4 @@
-"""Ranks under torchrun: none of them outlives it. torchrun is a few lines of Python here."""
+"""No rank outlives its torchrun. A few lines of Python stand in for torchrun here."""
 
 import os
 import signal
@@ -32,8 +32,8 @@ time.sleep(600)
 
 @contextmanager
 def ranks(folder: Path, *, waits: bool) -> Generator[tuple["subprocess.Popen[bytes]", int, int]]:
-    """One rank under a torchrun, as a machine starts them, with the numbers of torchrun and rank. ``waits``: for the
-    file that lets it look round."""
+    """Start one rank under a torchrun, as a machine does; yield the process and the numbers of torchrun and rank. With
+    ``waits`` the rank continues only once a file exists."""
     distributed = folder / "torch" / "distributed"
     distributed.mkdir(parents=True)
     for package in (distributed.parent, distributed):

@@ -1,4 +1,4 @@
-"""Machines that Ray's driver starts again, and those that it does not. Ray is a few lines of Python here."""
+"""Ray's driver restarts machines, or gives up on them. A few lines of Python stand in for Ray here."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ from staleflow.supervisor.children import GAVE_UP, Restarts
 
 
 class Actor:
-    """Whose machines end at once, with ``ends``."""
+    """An actor whose machine ends at once, with exit code ``ends``."""
 
     def __init__(self, ends: int | None) -> None:
         self._ends = ends
@@ -31,7 +31,7 @@ class Actor:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Of one trainer machine and one of rollout."""
+    """A driver of one trainer machine and one rollout machine."""
     exceptions: Any = ModuleType("ray.exceptions")
     exceptions.RayActorError = ConnectionError
     monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
@@ -48,7 +48,7 @@ def same(answer: Any) -> Any:
 
 
 def looks(driver: Driver, *actors: Actor) -> int | None:
-    """What the driver comes to with these machines."""
+    """Result of the driver with these machines."""
     driver._actors = list(actors)  # pyright: ignore[reportPrivateUsage]
     deadline = time.monotonic() + 60
     while (code := driver.poll()) is None and actors[0].starts < 20:

@@ -1,4 +1,4 @@
-"""The batch file of a run on Slurm: what Slurm reads of it, what its nodes run, and how it ends."""
+"""The batch file of a run on Slurm has valid options, starts every process on its nodes, and ends cleanly."""
 
 import os
 import re
@@ -90,12 +90,12 @@ for _ in $(seq {steps}); do sleep 0.1; done
 exit {head}
 """,
 }
-"""Slurm's and staleflow's: a machine's step leaves when scancel tells it to."""
+"""Exit codes of Slurm and of staleflow: a machine's step exits when scancel signals it."""
 STAYS = "while :; do sleep 0.1; done"
 
 
 def job(folder: Path, *, trainer: str = STAYS, rollout: str = STAYS, steps: int = 600, head: int = 0) -> Job:
-    """The batch file as it runs where Slurm has started it."""
+    """Run the batch file as Slurm would."""
     for name, text in STAND_INS.items():
         path = folder / name
         path.write_text(f"#!/bin/bash\n{text.format(trainer=trainer, rollout=rollout, steps=steps, head=head)}\n")
@@ -111,7 +111,7 @@ def job(folder: Path, *, trainer: str = STAYS, rollout: str = STAYS, steps: int 
 
 @pytest.fixture
 def ended(tmp_path: Path) -> Iterator[Ended]:
-    """Exit code of a job, and what its processes said; nothing of it is left."""
+    """Exit code of a job and the output of its processes; the job leaves nothing behind."""
     jobs = list[Job]()
 
     def wait(running: Job) -> tuple[int, list[str]]:
@@ -158,7 +158,7 @@ def test_it_ends_though_a_machine_does_not(tmp_path: Path, ended: Ended, monkeyp
 def test_a_signal_ends_the_trainer_then_the_servers(tmp_path: Path, ended: Ended) -> None:
     running = job(tmp_path, trainer=f"trap 'sleep 2; leave' TERM; echo ready; {STAYS}")
     deadline = time.monotonic() + 60
-    waits = psutil.Process(running.pid)  # asleep once both steps are there: in wait
+    waits = psutil.Process(running.pid)  # asleep once both steps have started: the script is in ``wait``
     while len((tmp_path / "said").read_text().split()) < 2 or waits.status() != psutil.STATUS_SLEEPING:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -168,8 +168,8 @@ def test_a_signal_ends_the_trainer_then_the_servers(tmp_path: Path, ended: Ended
 
 
 def argument(text: str) -> tuple[str, str]:
-    """The first argument of a line as ``sbatch`` reads it, and what is left of the line: a backslash takes the next
-    letter as it is, also between quotes; outside of them a space ends it and ``#`` begins a comment."""
+    """The first argument of a line as ``sbatch`` reads it, and the rest of the line. A backslash quotes the next
+    letter, also between quotes; outside of quotes a space ends the argument and ``#`` begins a comment."""
     found, quote, text = "", "", text.lstrip()
     while text and (quote or not text[0].isspace()):
         letter, text = text[0], text[1:]
@@ -188,7 +188,7 @@ def argument(text: str) -> tuple[str, str]:
 
 
 def expanded(pattern: str) -> str:
-    """A file's name as Slurm makes it."""
+    """A file name as Slurm expands it."""
     return re.sub("%(.)", lambda found: {"%": "%", "j": "JOB", "x": "NAME", "t": "0"}[found[1]], pattern)
 
 

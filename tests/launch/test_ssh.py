@@ -1,4 +1,4 @@
-"""What ssh is told, and a machine behind it: started, kept, and ended when the connection's other end goes."""
+"""ssh gets the right arguments, and the machine behind it starts, survives a lost link and ends with its connection."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from staleflow.supervisor.lifeline import VARIABLE
 CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
 HOSTS = 'launch.hosts=["trainer-1", "engines-1", "engines-2"]'
 LOCAL = ["sh", "-c", 'exec sh -c "$1"']
-"""A shell to a host that is here: its first argument is the host's name."""
+"""A shell to a host that is this machine: its first argument is the host's name."""
 LINK = """
 import os, select, subprocess, sys
 with open(sys.argv[1], "w") as file:
@@ -38,7 +38,8 @@ while True:
             sys.exit()
         os.write(goes[end], data)
 """
-"""As ``LOCAL``, with a process in between that is the connection and writes its number into its first argument."""
+"""Like ``LOCAL``, with a process in between that acts as the connection and writes its number into the file of its
+first argument."""
 MACHINE = """
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ lifeline.watch_supervisor()
 role = Role(name="worker", kind=Kind.WORKER, command=tuple(sys.argv[2:]))
 sys.exit(Machine([role], Path(sys.argv[1]), "tcp://nobody", "rollout").run())
 """
-"""One that has a process already, and needs no scheduler."""
+"""A machine that has a process already and needs no scheduler."""
 WORKER = """
 import asyncio, sys
 from pathlib import Path
@@ -144,7 +145,7 @@ def test_keys_arrive_private_before_anything_starts_and_the_exit_code_comes_back
 
 
 def test_runs_of_one_name_on_one_home_have_keys_of_their_own(tmp_path: Path) -> None:
-    """Also a machine that drains after its link was lost, while the next connection has started it anew."""
+    """The same holds for a machine that drains after a lost link while the next connection has started it again."""
     running = list[subprocess.Popen[bytes]]()
     for run in ("alice", "bob"):
         (tmp_path / run).mkdir()
@@ -199,7 +200,7 @@ def test_a_machine_hears_now_and_then_that_the_link_is_there(tmp_path: Path) -> 
 
 
 def test_a_machine_drains_when_nothing_is_heard_any_more(tmp_path: Path) -> None:
-    """The link is lost and nobody says so: its standard input stays open."""
+    """The link is lost without a notification: the standard input of the machine stays open."""
     words = machine(tmp_path, sys.executable, "-c", WORKER, str(tmp_path))
     silent = {**os.environ, VARIABLE: "0:5"}
     running = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=silent)
@@ -222,7 +223,7 @@ def machine(folder: Path, *command: str) -> list[str]:
 
 
 def test_a_machine_drains_though_nobody_is_left_to_hear_of_it(tmp_path: Path) -> None:
-    """Its link is lost at once: what it says goes into the pipe of a dead process."""
+    """The link is lost at once: the machine's output goes into the pipe of a dead process."""
     link = [sys.executable, "-c", LINK, str(tmp_path / "link")]
     words = machine(tmp_path, sys.executable, "-c", WORKER, str(tmp_path))
     running = remote(f"{VARIABLE}=0 exec {shlex.join(words)}", tmp_path, [], link)
@@ -237,7 +238,7 @@ def test_a_machine_drains_though_nobody_is_left_to_hear_of_it(tmp_path: Path) ->
 
 
 def test_a_machine_goes_on_though_nobody_takes_what_it_says(tmp_path: Path) -> None:
-    """A link that is silent: the pipe is full, and a process that ends is noticed all the same."""
+    """The link is silent: the pipe is full, and the end of a process is noticed nevertheless."""
     words = machine(tmp_path, "sh", "-c", "yes | head -n 200000; exit 2")
     running = subprocess.Popen(words, stdout=subprocess.PIPE)
     try:

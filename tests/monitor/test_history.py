@@ -1,4 +1,4 @@
-"""What is remembered from look to look: of a run that was rolled back, and of one whose scheduler came back."""
+"""The history between polls stays correct after a rollback and after a restart of the scheduler."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from tests.monitor.world import shown
 
 
 def line(step: int, lineage: int = 0) -> dict[str, Any]:
-    """A step that scores a tenth of its number, a hundred more in a later lineage."""
+    """A step whose score is a tenth of its number, plus one hundred in a later lineage."""
     return {"step": step, "lineage": lineage, "reward/mean": step / 10 + 100 * lineage, "loss": float(step)}
 
 

@@ -1,4 +1,4 @@
-"""Who was at work when: from a trace and the stages' times to lanes, and what stages have in common."""
+"""Lanes computed from a trace and the stages' times show which process worked when, and how stages overlap."""
 
 import json
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_what_two_stages_did_at_the_same_time_is_counted_once() -> None:
 
 
 def left_behind(run_dir: Path) -> Path:
-    """A run directory with these."""
+    """A run directory with these files."""
     (run_dir / "trace.jsonl").write_text("".join(json.dumps(one) + "\n" for one in EVENTS))
     (run_dir / "stages-0.old.jsonl").write_text(json.dumps(STAGES[0]) + "\n")
     (run_dir / "stages-0.jsonl").write_text("".join(json.dumps(one) + "\n" for one in STAGES[1:3]) + '{"torn')

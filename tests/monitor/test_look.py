@@ -1,4 +1,4 @@
-"""What each key does, without a terminal."""
+"""Each key of the screen has its effect; the tests need no terminal."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""From a status to what a person reads; no terminal."""
+"""A status becomes the texts that a person reads; the tests need no terminal."""
 
 import dataclasses
 from contextlib import closing
@@ -240,7 +240,7 @@ def test_each_role_says_what_it_does() -> None:
 
 
 def test_what_looks_after_a_machine_is_running_and_loads_nothing(tmp_path: Path) -> None:
-    """As ``staleflow launch`` has them: the processes on the machine attach, and are told of by themselves."""
+    """Under ``staleflow launch`` the processes on a machine attach themselves and are reported separately."""
     config = load(CLUSTER, ['launch.hosts=["trainer-1", "engines-1", "engines-2"]'])
     ours = [*ssh.machines(config, config.launch, tmp_path, "tcp://head:1"), ray_machines.machines(fleet(config))]
     with closing(Lifeline()) as lifeline:

@@ -1,4 +1,4 @@
-"""What peers said is shown, never obeyed; and a number that is none stops no view."""
+"""Text from peers is printed without any effect on the terminal, and a value that is not a number stops no view."""
 
 import io
 import math
@@ -25,7 +25,7 @@ from tests.cli.test_forged_traces import EVIL, LIFE, controls
 from tests.monitor.world import NOW_S, PARAMETERS, STATUS
 
 KNOWN = ("trajectory", "token", "wait")
-"""Choices that the scheduler makes; no peer has a word in them."""
+"""Values that the scheduler chooses; peers cannot influence them."""
 METRICS = {
     "step": 3,
     "reward/mean": 0.5,
@@ -67,7 +67,7 @@ def snapshot(text: Callable[[str], str], number: Callable[[float], float], step:
 
 
 def renderings(*shots: Snapshot) -> str:
-    """Everything that is ever printed of a run."""
+    """All texts that staleflow prints about a run."""
     history = History()
     for shot in shots:
         history.see(shot)

@@ -1,4 +1,4 @@
-"""A trace read again says what the scheduler itself said at that moment."""
+"""Replaying a trace gives the same status that the scheduler itself reported at that moment."""
 
 import io
 import json
@@ -40,7 +40,7 @@ LEDGER = ("leased", "pushed", "occupied", "sealed", "consumed", "claimed", "spar
 
 
 class Played:
-    """A run at a table, and its trace so far."""
+    """A run whose events hypothesis chooses, and its trace so far."""
 
     def __init__(self, run_dir: Path, config: Config, seed: int) -> None:
         self.table = Table(run_dir, config)
@@ -51,7 +51,7 @@ class Played:
         self._trace, self._told = run_dir / "trace.jsonl", 0
 
     def step(self) -> None:
-        """Something that can happen happens."""
+        """Apply one possible event."""
         moves: list[tuple[int, Callable[[], object]]] = [
             (8, self._push),
             (8, self._occupy),
@@ -108,7 +108,7 @@ class Played:
         self.table.term = joined.trainer_term
 
     def both(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """What the scheduler says, and what the trace tells."""
+        """Return the scheduler's status and the status replayed from the trace."""
         reply = self.table.ask("monitor", GetStatus())
         assert isinstance(reply, Status)
         lines = list(read_events(self._trace))
@@ -156,7 +156,7 @@ def _named(status: Mapping[str, Any]) -> list[tuple[int, int, str]]:
 
 
 def written(folder: Path) -> Path:
-    """A trace of one group, trained by step 0, over 100 seconds; then the scheduler starts again."""
+    """A trace of one group, trained by step 0, over 100 seconds; then the scheduler restarts."""
     lease = {"group": 7, "lease": 1, "worker": "rollout-0.aa"}
     segment = {"lineage": 0, "version": 0, "tokens": 500}
     member = {"group": 7, "lease": 1, "lineage": 0, "version": 0, "sha": "ab"}

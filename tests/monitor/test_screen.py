@@ -1,6 +1,6 @@
-"""What the screen looks like, in characters: two whole pictures, and what must never be missing.
+"""The screen shows the expected characters: two complete pictures, and the parts that must never be missing.
 
-After a change on purpose: ``STALEFLOW_DRAW=1 pytest tests/monitor/test_screen.py``, and look at what it wrote.
+After an intended change, run ``STALEFLOW_DRAW=1 pytest tests/monitor/test_screen.py`` and review the files it writes.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def snapshot(**status: Any) -> Snapshot:
 
 
 def seen(shot: Snapshot) -> Board:
-    """After a minute of looking."""
+    """The screen after a minute of polls."""
     history = History()
     for at_s, rate in ((20.0, 400.0), (50.0, 900.0), (80.0, 1234.0)):
         engines = [STATUS["instances"][0] | {"tokens_per_s": rate}, *STATUS["instances"][1:]]
@@ -255,7 +255,7 @@ def test_no_box_is_empty_for_want_of_rows() -> None:
 
 
 def test_what_was_trained_is_summed_up_from_its_own_column() -> None:
-    """The world's last step says mean 1.25; all that was trained is 0 x 8, 1 x 150, 2 x 26."""
+    """The last step of the world has a mean of 1.25; all trained groups are 0 x 8, 1 x 150, 2 x 26."""
     assert any("trained: mean 1.10  max 2  0 violations" in line for line in drawn(seen(snapshot()), width=120))
     nothing = {"in_flight": [(0, 4)], "in_queue": [], "consumed": []}
     assert any("mean -  max -  0 violations" in line for line in drawn(seen(snapshot(staleness=nothing))))

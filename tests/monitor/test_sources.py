@@ -1,4 +1,4 @@
-"""A service that runs, as those see it who look on: over restarts, from its directory or from its address alone."""
+"""A source follows a running service across restarts, from its directory or from its address alone."""
 
 import os
 import time
@@ -17,7 +17,7 @@ from tests.monitor.world import STATUS
 
 
 class Watch:
-    """Stands for a thread that asks a server."""
+    """Stands in for a thread that queries a server."""
 
     answers: dict[str, dict[str, Any]]
     age_s = 0.0
@@ -109,7 +109,7 @@ def test_a_monitor_that_attaches_late_shows_the_progress_since_the_first_evaluat
 
 
 def test_a_snapshot_does_not_wait_for_a_file_system_that_hangs(answers: dict[str, Any], tmp_path: Path) -> None:
-    """Opening a pipe that has no writer blocks as a read from a dead network file system does."""
+    """Opening a pipe without a writer blocks like a read from an unresponsive network file system."""
     os.mkfifo(tmp_path / "metrics.jsonl")
     answers["a"] = STATUS
     live = Live("a", tmp_path)

@@ -1,4 +1,4 @@
-"""What became of one group, as a person would tell it; and single events of the others."""
+"""The story of one group describes its fate in prose; stories of other groups describe single events."""
 
 import json
 from pathlib import Path

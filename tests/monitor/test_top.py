@@ -1,4 +1,4 @@
-"""``top`` without a terminal: lines, one picture, an object; and stories, read beside the screen."""
+"""Without a terminal, ``top`` prints lines, one picture or an object; stories are read in the background."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def test_one_picture_of_a_replay_is_its_end(tmp_path: Path) -> None:
 
 
 class Slow(Replay):
-    """Reading the trace again takes two minutes."""
+    """Replaying the trace takes two minutes."""
 
     now_s = 0.0
 
@@ -56,7 +56,7 @@ class Slow(Replay):
 
 
 class Typed(Keyboard):
-    """A key every second; where the replay is then."""
+    """Press one key every second; return the position of the replay afterwards."""
 
     def __init__(self, replay: Slow, *keys: str) -> None:
         super().__init__(io.StringIO())

@@ -1,4 +1,4 @@
-"""Words that more than one page has."""
+"""Formatting helpers shared by several pages give the expected words."""
 
 from pathlib import Path
 

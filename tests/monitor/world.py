@@ -1,4 +1,4 @@
-"""A run at one moment, for tests of what a person sees: step 24 is pinned by two groups, one engine is silent."""
+"""A run at one moment, for tests of displays: step 24 is pinned by two groups, and one engine is silent."""
 
 from typing import Any
 
@@ -85,7 +85,7 @@ PARAMETERS: dict[str, Any] = {
 
 
 def shown(processes: tuple[ProcessState, ...] = (), age_s: float = 0.0, at_s: float = 60.0, **status: Any) -> Snapshot:
-    """That run, with other values here and there."""
+    """That run, with some values replaced."""
     return Snapshot(
         phase="training",
         elapsed_s=at_s,

@@ -1,4 +1,4 @@
-"""Numbers as paths and ticks."""
+"""Numbers become paths and ticks."""
 
 from collections.abc import Sequence
 

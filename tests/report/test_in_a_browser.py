@@ -1,4 +1,4 @@
-"""The pages in a real browser: their scripts run, nothing is wider than a phone, nothing is asked of anybody."""
+"""In a real browser the scripts of the pages run, no element is wider than a phone, and no request is sent."""
 
 import json
 import re
@@ -34,7 +34,7 @@ document.body.dataset.seen = [wide, tip.textContent, stretch.style.cssText, aske
 
 
 def seen(page: Path, width: int) -> str:
-    """What a browser of that width makes of it."""
+    """Result of loading a page in a browser of that width."""
     command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={page.parent / 'browser'}"]
     command += [f"--window-size={width},900", "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -45,8 +45,8 @@ def seen(page: Path, width: int) -> str:
 
 
 def pages(folder: Path) -> dict[str, str]:
-    """The timeline and the report of a run whose trace was tampered with, it has no hashes at all, and whose model
-    writes what a browser might take for a script and a word as wide as no screen."""
+    """The timeline and the report of a run whose trace is hostile: it has no hashes at all, and its model writes text
+    that a browser might take for a script, and a word wider than any screen."""
     trace = save(folder, PLAIN)
     write_resolved(load(ROOT / "configs" / "simulated.toml"), folder)
     text = "</td><script>document.body.dataset.ready='no'</script>" + "wide" * 100

@@ -1,4 +1,4 @@
-"""Lanes as silhouettes."""
+"""Lanes become silhouettes."""
 
 from staleflow.monitor.lanes import Lane, Span
 from staleflow.report.charts import Tick, time_ticks

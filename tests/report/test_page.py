@@ -1,4 +1,4 @@
-"""The page about a run that goes on."""
+"""The page shows a run in progress."""
 
 import re
 from pathlib import Path

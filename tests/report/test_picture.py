@@ -1,4 +1,4 @@
-"""The picture of ``staleflow trace plot``."""
+"""``staleflow trace plot`` draws its picture."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""docs/python.md: its code runs as it stands there, in the order of the page, while an event loop is running."""
+"""The code of docs/python.md runs as printed, in the order of the page, while an event loop is running."""
 
 import asyncio
 import os
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.xdist_group("machine")
 
 OWN = ("serve scheduler", "serve trajectories", "serve parameters", "attach rollout", "attach stage")
 SMALL = ("model.options.steps=1", "rollout.filter=none", "trainer.batch_size=2")
-"""Of the run without a trainer: its model has learned nothing, so nothing may be filtered."""
+"""Settings of the run without a trainer: its model has learned nothing, so no group may be filtered."""
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Where a reader of the page is: beside ``configs``, with a run under way in ``runs/live`` and all of a run but its
-    trainer in ``runs/own``."""
+    """The folder that a reader of the page works in: beside ``configs``, with a run in progress in ``runs/live`` and a
+    run without its trainer in ``runs/own``."""
     path = Path(tempfile.mkdtemp(prefix="sf-"))
     (path / "configs").symlink_to(ROOT / "configs")
     before = Path.cwd()

@@ -1,4 +1,4 @@
-"""From a trace to what the pages say of it."""
+"""The pages' facts about a run follow from its trace."""
 
 from pathlib import Path
 from typing import Any

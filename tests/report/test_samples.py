@@ -1,4 +1,4 @@
-"""What a report shows of ``samples.jsonl``."""
+"""A report shows the samples in ``samples.jsonl``."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the page says in words."""
+"""The sentences of the page match the run."""
 
 import re
 

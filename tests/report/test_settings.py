@@ -1,4 +1,4 @@
-"""What of a configuration may be passed on."""
+"""Only the shareable part of a configuration appears in a report."""
 
 from typing import Any
 

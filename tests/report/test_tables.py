@@ -1,4 +1,4 @@
-"""A trace as a table."""
+"""A trace becomes a table."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The numbers of a run in TensorBoard and W&B: same names, and never the run's concern."""
+"""TensorBoard and W&B get the numbers of a run under the same names, and their failures never affect the run."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ LINES: tuple[Mapping[str, Any], ...] = (
 
 
 class Seen:
-    """A view that keeps what it is told."""
+    """A view that records its messages."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -51,7 +51,7 @@ def config(*names: Writer) -> Config:
 
 
 def shown(run_dir: Path, *names: Writer) -> list[str]:
-    """A run of two lines, looked at; what its person saw."""
+    """Show a run of two lines; return the messages that its user saw."""
     seen = Seen()
     view = with_writers(seen, config(*names), run_dir)
     view.start()
@@ -73,7 +73,7 @@ def test_tensorboard_has_every_number_by_its_name_and_step(tmp_path: Path) -> No
 
 
 def events(file: Path) -> list[Any]:
-    """Of a TensorBoard file: length, checksum, event, checksum."""
+    """Events of a TensorBoard file: each record is length, checksum, event, checksum."""
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
     raw, found = file.read_bytes(), list[Any]()

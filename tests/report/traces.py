@@ -1,4 +1,4 @@
-"""A run of five groups as its trace, written by hand: a wait, a rollback, a loss, an engine that joins."""
+"""A handwritten trace of a run of five groups: a wait, a rollback, a loss, an engine that joins."""
 
 import json
 from pathlib import Path
@@ -20,11 +20,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "consume": {"lineage": 0, "trainer_term": 1},
     "close": {"reserved": 0, "occupied": 0},
 }
-"""Fields of each kind of line that are of no interest here."""
+"""Fields of each kind of line that do not matter here."""
 
 
 def event(ev: str, at_s: float, **fields: Any) -> dict[str, Any]:
-    """A whole line: what is not given is as in ``FIELDS``."""
+    """A complete line: missing fields come from ``FIELDS``."""
     line = {"run": "hand-1", "inc": 1, "seq": 1, "t": round((1000 + at_s) * SECOND), "m": round((100 + at_s) * SECOND)}
     return {**line, "ev": ev, **FIELDS.get(ev, {}), **fields}
 

@@ -1,4 +1,4 @@
-"""Is an address free?"""
+"""An address is reported as free or in use."""
 
 import socket
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_socket_is_in_use_while_somebody_listens(short_dir: Path) -> None:
 
 
 def test_who_is_on_another_machine_must_be_asked_and_who_is_not_here_need_not(short_dir: Path) -> None:
-    elsewhere = "tcp://198.51.100.1:5551"  # an address for documentation: no machine has it
+    elsewhere = "tcp://198.51.100.1:5551"  # an address reserved for documentation: no machine has it
     assert (in_use(elsewhere), may_answer(elsewhere)) == (False, True)
     assert may_answer("tcp://a-host-that-is.invalid:5551")
     assert not may_answer(addresses(load(SIMULATED), short_dir).scheduler)

@@ -1,4 +1,4 @@
-"""What libraries draw while they load, in words."""
+"""Progress bars that libraries draw while they load become words."""
 
 import io
 import os

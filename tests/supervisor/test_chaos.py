@@ -1,4 +1,4 @@
-"""Whom ``staleflow chaos`` may harm, and what a flipped bit is."""
+"""``staleflow chaos`` harms only the processes that it may harm, and flips exactly one bit."""
 
 import random
 import signal
@@ -72,7 +72,7 @@ def test_a_store_that_is_not_there_yet_has_nothing_to_flip(tmp_path: Path) -> No
 
 
 class Process:
-    """A ``psutil.Process`` that only seems to run. ``lives``: it is there again whatever ends it."""
+    """A stand-in for a ``psutil.Process``. With ``lives`` it runs again after every signal."""
 
     def __init__(self, lives: bool = True) -> None:
         self.lives = lives
@@ -90,11 +90,11 @@ class Process:
 
 
 LOOKS = 2000
-"""Then everybody is gone: a test of a command that hangs fails."""
+"""Number of polls after which all processes are gone, so that a test of a hanging command fails."""
 
 
 def caused(monkeypatch: pytest.MonkeyPatch, processes: dict[str, Process], kinds: tuple[Kind, ...]) -> list[Injected]:
-    """Faults of a run of these processes, of which six are asked for."""
+    """Faults injected into a run of these processes; the command requests six."""
     looks, told = 0, list[Injected]()
 
     def there(_: Path) -> list[Victim]:

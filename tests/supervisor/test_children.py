@@ -1,4 +1,4 @@
-"""Real processes: watched, restarted, ended with everything they started."""
+"""Real processes are watched, restarted, and ended together with every process they started."""
 
 import errno
 import os
@@ -35,7 +35,7 @@ HOLDING = f"from staleflow.supervisor import lifeline; lifeline.watch_supervisor
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Child]]:
-    """Starts a Python one-liner as a role; ends it afterwards."""
+    """Start a Python one-liner as a role; end it after the test."""
     lifeline, children = Lifeline(), list[Child]()
 
     def child(code: str, name: str = "one", kind: Kind = Kind.WORKER) -> Child:
@@ -96,7 +96,7 @@ def test_a_process_that_worked_long_starts_counting_anew() -> None:
 def test_only_who_has_come_to_work_counts_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: WorkingSince, code: str, restarts: int
 ) -> None:
-    monkeypatch.setattr(Restarts, "STABLE_S", 1e-9)  # every life is long
+    monkeypatch.setattr(Restarts, "STABLE_S", 1e-9)  # every life counts as long
     monkeypatch.setattr(Restarts, "CAP_S", 0.0)
     lifeline = Lifeline()
     child = Child(
@@ -118,7 +118,7 @@ def test_a_start_that_fails_is_tried_again_and_not_for_ever(
 ) -> None:
     monkeypatch.setattr(Restarts, "CAP_S", 0.0)
     monkeypatch.setattr(Restarts, "STABLE_S", 0.5)
-    child = start("import time; time.sleep(0.6); raise SystemExit(7)")  # it worked; a start that fails has not
+    child = start("import time; time.sleep(0.6); raise SystemExit(7)")  # this life was stable; a failed start is not
     asked, popen = list[bool](), subprocess.Popen
 
     def full(*_: object, **__: object) -> None:
@@ -218,7 +218,7 @@ def test_a_dead_child_waits_before_it_starts_again(
 
 def test_sweeping_ends_what_a_killed_child_had_started(start: Callable[..., Child]) -> None:
     child = start(PARENT)
-    until(lambda: len(child.output(2)) == 2)  # the number, and what the grandchild says: in either order
+    until(lambda: len(child.output(2)) == 2)  # the process number and the grandchild's line, in either order
     (grandchild,) = [int(line) for line in child.output(2) if line.isdecimal()]
     assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)
@@ -334,7 +334,7 @@ def test_gpus_are_counted_among_those_that_the_supervisor_sees(monkeypatch: pyte
 
 
 def test_each_successor_fills_the_slot_of_the_process_before_it(start: Callable[..., Child]) -> None:
-    """The scheduler gives it the name at once, and to no other process."""
+    """The scheduler gives the name to the successor at once, and to no other process."""
     code = "from staleflow.process import readiness; print(readiness.slot(), flush=True)"
     one, other = start(code, "one"), start(code, "other")
     until(lambda: one.last_lines() and other.last_lines() and one.exit_code == 0)

@@ -1,4 +1,4 @@
-"""The ranks of a trainer as processes: started together, ended together. The ranks here are a few lines of Python."""
+"""The ranks of a trainer start together and end together. The ranks here are a few lines of Python."""
 
 import os
 import signal
@@ -28,12 +28,12 @@ def ranks(code: str, nproc: int = 2) -> int:
 
 
 def started(code: str, *more: str) -> "subprocess.Popen[bytes]":
-    """A launcher of two such ranks, in a process of its own."""
+    """Start a launcher of two such ranks, in a process of its own."""
     return subprocess.Popen([sys.executable, "-c", LAUNCHER, code, *more])
 
 
 def pids(folder: Path, count: int = 2) -> list[int]:
-    """Of the ranks, once each has written its own."""
+    """Process numbers of the ranks, once each rank has written its own."""
     deadline = time.monotonic() + LIMIT_S
     while len(found := [int(path.name) for path in folder.iterdir()]) < count:
         assert time.monotonic() < deadline

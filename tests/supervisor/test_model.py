@@ -1,4 +1,4 @@
-"""The model directory: linked or built, once, and never half."""
+"""The model directory is linked or built exactly once, and never left half built."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which processes a run has."""
+"""A configuration determines the processes of its run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Nobody writes over another's run."""
+"""No run overwrites the directory of another."""
 
 import fcntl
 import os
@@ -126,7 +126,7 @@ def test_whoever_looks_keeps_nobody_out(tmp_path: Path) -> None:
 def test_the_newest_run_is_the_one_that_somebody_came_to_last() -> None:
     assert rundir.newest() is None
     old, new = make(Path("runs/simulated-2")), make(Path("runs/another-1"), "name=another")
-    write_resolved(config(), Path("runs/attached-x"))  # of a worker whose run is elsewhere
+    write_resolved(config(), Path("runs/attached-x"))  # the directory of a worker whose run is elsewhere
     for second, path in enumerate((old, new)):
         for name in (".lock", "config.json"):
             os.utime(path / name, (1000 + second, 1000 + second))

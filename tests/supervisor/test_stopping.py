@@ -1,4 +1,4 @@
-"""Signals as flags, where there are signals."""
+"""Signals become flags, on systems that have signals."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""The end of a run, from its files."""
+"""The summary at the end of a run is computed from its files."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,7 +39,7 @@ def release(group: int, why: str = "aborted") -> dict[str, Any]:
 
 
 def facts(events: Iterable[dict[str, Any]], step_s: float = 1.0) -> TraceFacts:
-    """The facts of these events, ``step_s`` apart."""
+    """Facts of these events, ``step_s`` apart."""
     return summary.facts({**event, "m": round(at * step_s * 1e9)} for at, event in enumerate(events))
 
 
@@ -69,7 +69,7 @@ def test_what_a_worker_gives_back_that_leaves_in_the_middle_is_lost() -> None:
 
 
 def test_a_trace_is_read_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A day's has millions of lines: none of them is kept."""
+    """The trace of one day has millions of lines; the summary keeps none of them in memory."""
     alive: set[int] = set()
     most = 0
 
@@ -198,7 +198,7 @@ def test_a_finished_run_is_left_as_it_is_also_from_python(tmp_path: Path, capsys
 
 
 def test_more_of_a_launched_run_is_launched_from_its_own_configuration(tmp_path: Path) -> None:
-    """The run's has nothing of ``[launch]`` any more, and the keys and addresses of the run that it was."""
+    """The run's own configuration lacks ``[launch]``, and has the keys and addresses of the finished run."""
     done = made(tmp_path)
     told = summary.how_to_continue(done, load(SIMULATED), "staleflow launch --on ssh")
     assert told.endswith(

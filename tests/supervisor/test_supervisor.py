@@ -1,4 +1,4 @@
-"""Whole runs, every role a process: they end as they should, whatever happens, and leave nothing behind."""
+"""Whole runs with every role as a process end as they should, whatever happens, and leave nothing behind."""
 
 import contextlib
 import json
@@ -55,7 +55,7 @@ class Run:
         return self.process.returncode
 
     def interrupt(self) -> float:
-        """Ctrl-C; how long it took, after making sure that nobody is left."""
+        """Send Ctrl-C; return the seconds until the end, after checking that no process is left."""
         family, began = self.family(), time.monotonic()
         self.process.send_signal(signal.SIGINT)
         assert self.end(15.0) == 130

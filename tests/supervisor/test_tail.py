@@ -1,4 +1,4 @@
-"""What a file has gained is told once, a whole line at a time."""
+"""Lines appended to a file are reported once, a whole line at a time."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Whoever looks at a run does not end it."""
+"""A failing view does not end the run."""
 
 import errno
 import io
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
 
 
 class Blind:
-    """A view that raises whenever it is shown anything, and keeps what it is told."""
+    """A view that raises on every update and records its messages."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []

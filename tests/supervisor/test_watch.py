@@ -1,4 +1,4 @@
-"""What is new: in a file that grows, and of a scheduler."""
+"""Watching reports new lines of a growing file and the newest status of a scheduler."""
 
 import time
 from collections.abc import Mapping
