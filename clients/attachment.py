@@ -29,7 +29,7 @@ async def attach(scheduler: Client, request: Attach, *, parameters: bool = False
     request = msgspec.structs.replace(request, slot=request.slot or readiness.slot())
     backoff, attempt = Backoff(0.1, 1.0), 0
     while True:
-        waiting = "waiting for the scheduler at %s, which does not answer"
+        waiting = "waiting for the scheduler at %s: no answer yet"
         notice = asyncio.get_running_loop().call_later(NOTICE_DELAY_S, log.info, waiting, scheduler.address)
         try:
             answer = await scheduler.ask(request, AttachReply, timeout_s=None)

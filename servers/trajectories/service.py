@@ -86,7 +86,7 @@ RETAIN_SHARE = 1 / 64
 RETAIN_GROUPS = 4096
 """Maximum number of groups in one retention request to the scheduler."""
 
-_NO_MODEL = "no trainer has join_columns yet, so the limits of the model are unknown; retry later"
+_NO_MODEL = "no trainer has joined yet, so the limits of the model are unknown; retry later"
 
 
 class PendingResults:

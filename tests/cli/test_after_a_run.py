@@ -157,7 +157,7 @@ def test_its_report_is_one_file_that_loads_nothing(cli: Cli, ended: Path, short_
     said = cli("report", ended, "--out", "it.html")
     assert (said.code, said.out, said.err) == (0, "it.html\n", "")
     page = (short_dir / "it.html").read_text()
-    assert "The promise was kept: of 32 trained groups the oldest was" in page
+    assert "The bound was kept: of 32 trained groups the oldest was" in page
     assert [word for word in CHAPTERS if f"<h2>{word}</h2>" not in page] == []
     assert "default-src &#39;none&#39;" in page or "default-src 'none'" in page
     assert loaded(page) == []

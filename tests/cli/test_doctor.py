@@ -53,7 +53,7 @@ def test_a_stage_with_fewer_calls_than_a_batch_takes_names_the_keys_that_raise_t
     assert found == Finding(
         "stage reward",
         "good",
-        "16 concurrent calls of an async def, 2 of any other function; a batch needs 32: raise reward.concurrency or "
+        "16 concurrent calls of an async def, 2 of another function; a batch needs 32: raise reward.concurrency or "
         "reward.workers if the stage is the limit",
     )
     (found,) = checkup.stage_calls(load(SIMULATED, [*few[1:], "reward.concurrency=64"]))
@@ -153,7 +153,7 @@ def test_a_vllm_that_trips_over_the_wrong_torchvision_is_named(monkeypatch: pyte
         "vllm",
         "bad",
         "RuntimeError: operator torchvision::nms does not exist; "
-        "torchvision, torchaudio or torchcodec was built for another torch: pip uninstall them",
+        "torchvision, torchaudio or torchcodec was built for another torch: pip uninstall all three",
     )
     found.clear()
     assert checkup.vllm().found.startswith("the vLLM plugin of staleflow is not registered")

@@ -27,7 +27,7 @@ def imported(*arguments: str) -> tuple[str, set[str]]:
 
 def test_help_imports_nothing_heavy() -> None:
     text, modules = imported("--help")
-    told = [line.split()[0] for line in text.partition("Begin and end:")[2].splitlines() if line.startswith("  ")]
+    told = [line.split()[0] for line in text.partition("Start and stop:")[2].splitlines() if line.startswith("  ")]
     assert told == list(VERBS)
     assert modules.isdisjoint(HEAVY)
 

@@ -20,10 +20,10 @@ def test_a_replay_is_driven_by_keys_and_leaves_the_terminal_as_it_was(tmp_path: 
         assert " 1000x " in terminal.until("replay, the end")
         assert "leaves" not in terminal.until("engine▲")
         terminal.press("5")
-        assert "the scheduler is up: bound 1, batches of 1" in terminal.until("ago  event")
+        assert "scheduler started: bound 1, batches of 1" in terminal.until("ago  event")
         terminal.press("/version 1\r")
         terminal.until("only 'version 1'")
-        assert "the scheduler is up" not in terminal.text
+        assert "scheduler started" not in terminal.text
         terminal.press("g7\r")
         assert "trained: step 0 is done, version 1 exists" in terminal.until("group 7: trained by step 0")
         terminal.press("q")
@@ -122,7 +122,7 @@ def test_a_run_is_watched_from_beside_and_ended_from_within(run_dir: Path) -> No
     with Terminal("run", SIMULATED, "--run-dir", run_dir, *longer) as run:
         run.until("of 1,000", 60.0)
         run.press("5")
-        run.until("is published")
+        run.until("published, ")
         with Terminal("top", run_dir, columns=200, rows=60) as top:
             text = top.until("versions")
             top.until("▓ staged")

@@ -86,7 +86,7 @@ async def test_every_block_of_the_page_runs(folder: Path) -> None:
 def check_words_about_what_has_ended(folder: Path, trace: staleflow.Trace) -> None:
     first = folder / "runs" / "first"
     began = time.monotonic()
-    with pytest.raises(staleflow.ConfigError, match=r"it has ended \(finished, 4 of 4 steps\)"):
+    with pytest.raises(staleflow.ConfigError, match=r"the run has ended \(finished, 4 of 4 steps\)"):
         staleflow.connect(first)
     assert time.monotonic() - began < 4.0, "it waited for an answer"
     with pytest.raises(staleflow.ConfigError, match=r"run_dir is .* add resume=True .* or choose a new run_dir$"):

@@ -48,7 +48,7 @@ def test_running_out_of_memory_names_step_batch_and_what_to_change(
     with pytest.raises(OutOfMemory) as error:
         trainer.train(batch(3), Step(3), going_on)
     assert str(error.value) == (
-        "step 3: out of memory; batch 4 of 12 trajectories is kept. A run's configuration is fixed: begin a new one "
+        "step 3: out of memory; batch 4 of 12 trajectories is kept. A run's configuration is fixed: start a new one "
         "with trainer.micro_tokens below 16384 or trainer.gradient_checkpointing, and model.path at the newest "
         "checkpoint if there is one; its optimizer starts afresh (CUDA out of memory. Tried to allocate 2.00 GiB)"
     )

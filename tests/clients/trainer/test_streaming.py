@@ -99,7 +99,7 @@ def test_only_the_whole_batch_may_be_committed_and_it_must_be(service: Service) 
 
 def test_other_ranks_must_be_told_of_every_piece(tmp_path: Path) -> None:
     nobody = f"ipc://{tmp_path}/scheduler"
-    with TrainerClient(nobody, rank=0, world=2) as trainer, pytest.raises(RuntimeError, match="set share"):
+    with TrainerClient(nobody, rank=0, world=2) as trainer, pytest.raises(RuntimeError, match="share is not set"):
         next(trainer.stream(1))
 
 

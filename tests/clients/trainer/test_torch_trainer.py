@@ -417,7 +417,7 @@ def test_a_checkpoint_of_another_backend_is_refused_and_its_writer_named(model_d
     trainer.save(tmp_path)
     (tmp_path / "trainer.safetensors").rename(tmp_path / "fsdp-0-of-4.safetensors")
     for use in (trainer.check, trainer.load):
-        with pytest.raises(ConfigError, match="it was written by fsdp on 4 ranks: go on with the same"):
+        with pytest.raises(ConfigError, match="it was written by fsdp on 4 ranks; resume with the same"):
             use(tmp_path)
 
 

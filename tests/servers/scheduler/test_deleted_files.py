@@ -35,7 +35,7 @@ async def test_a_deleted_socket_is_made_again(world: World) -> None:
     await eventually(lambda: _exist(socket))
     assert (await world.status())["incarnation"] == 1  # over a new connection
     log = (world.run_dir / "logs" / "scheduler.log").read_text()
-    assert log.count(f"{socket} was deleted while this server listens there") == 1
+    assert log.count(f"{socket} was deleted while this server listens on it") == 1
     assert world.stop() == 0
 
 

@@ -84,7 +84,7 @@ async def test_payload_travels_once_to_each_reader_of_another_host_and_to_none_o
     packed = GROUPS * len(pack(payload(0, seed=batch.members[0].group).to_arrays()))
     assert counts["GetStageWork reward"] == (packed if host else 0)
     assert counts["GetStageWork later"] == (packed if host else 0) + made
-    assert counts["FetchGroups"] == (packed if host else 0) + 2 * made
+    assert counts["GetGroups"] == (packed if host else 0) + 2 * made
 
 
 async def test_ranks_share_what_they_have_to_work_through_prompts_and_environments_too(

@@ -22,7 +22,7 @@ from staleflow.protocols.consistency.ids import Step, Version
 from tests.clients.trainer.making import batch, config
 
 HERE = Path(__file__).parent
-REWARDS = HERE.parent / "user_code" / "rewards.py"
+REWARDS = HERE.parent.parent / "user_code" / "rewards.py"
 
 Make = Callable[..., TorchTrainer]
 

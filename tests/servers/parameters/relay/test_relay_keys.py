@@ -175,7 +175,7 @@ async def test_readers_with_keys_have_the_version_from_a_relay_with_the_servers_
 async def test_who_has_no_key_gets_no_word_out_of_a_relay(guarded: Guarded) -> None:
     endpoint = await guarded.endpoint()
     assert isinstance(await guarded.client(endpoint, Role.ROLLOUT).ask(Ping(), Pong, timeout_s=5), Pong)
-    with pytest.raises(Refused, match="asked with no key"):
+    with pytest.raises(Refused, match="was contacted with no key"):
         await guarded.client(endpoint, None, "stranger.1").ask(Ping(), Pong, timeout_s=5)
 
 
