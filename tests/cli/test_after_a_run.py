@@ -21,7 +21,7 @@ CHAPTERS = (
     "Staleness",
     "Time and waits",
     "Where the tokens went",
-    "What happened",
+    "Events",
     "Weights",
     "Audit",
     "Configuration",
