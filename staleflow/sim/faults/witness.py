@@ -197,12 +197,13 @@ class Line:
             key, place = Key(item.group, item.lease), item.place
             scene.counts[f"pushed in {'frames' if place is None else 'a slab'}"] += 1
             changed = place is not None and scene.flipped(key)
+            data: bytes | memoryview = b""
             try:
                 if place is not None:
                     data = scene.lent[place.slab][place.offset : place.offset + place.nbytes]
                     named = unpack(data)
                 else:
-                    data, named = b"", arrays(item.frames, [memoryview(one).cast("B") for one in frames[start:end]])
+                    named = arrays(item.frames, [memoryview(one).cast("B") for one in frames[start:end]])
                 payload, start = GroupPayload.from_arrays(named), end
             except ProtocolError:
                 if not changed:
