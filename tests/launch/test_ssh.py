@@ -231,7 +231,7 @@ def test_a_machine_drains_though_nobody_is_left_to_hear_of_it(tmp_path: Path) ->
         until((tmp_path / "began").exists)
         os.kill(int((tmp_path / "link").read_text()), signal.SIGKILL)
         assert running.wait(timeout=60) == 128 + signal.SIGKILL
-        until(lambda: "worker exits" in (tmp_path / "logs" / "worker.log").read_text())
+        until(lambda: "worker finished" in (tmp_path / "logs" / "worker.log").read_text())
         assert (tmp_path / "drained").exists()
     finally:
         end(running)
