@@ -111,8 +111,6 @@ async def serve_until(
         )
     finally:
         store.close()
-        if times is not None:
-            times.close()
 
 
 def _open_store(config: Config, path: Path, opened: Callable[..., Store], *, slabs: bool) -> TrajectoryStore:

@@ -7,7 +7,6 @@ lines that do not fit on a full disk are dropped.
 import json
 from collections.abc import Iterable
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 
 from staleflow.servers.trajectories.stage_queue import Ticket
@@ -28,7 +27,6 @@ class StageTimes:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: FileIO | None = None
         self._began: dict[tuple[str, int], float] = {}
 
     def started(self, stage: str, tickets: Iterable[Ticket], now_s: float) -> None:
@@ -44,21 +42,7 @@ class StageTimes:
         if not began:
             return
         line = {"stage": stage, "worker": worker, "groups": len(began), "begin_s": min(began), "end_s": now_s}
-        with suppress(OSError):
-            self._opened().write(json.dumps(line).encode() + b"\n")
-
-    def _opened(self) -> FileIO:
-        """Return the file for the next line, rotated if it is full. Raise ``OSError`` if it cannot be opened."""
-        if self._file is None or self._file.tell() > MAX_BYTES:
-            if self._file is not None:
-                with suppress(FileNotFoundError):  # rotated before, but opening a new file failed
-                    self._path.replace(self._path.with_suffix(".old.jsonl"))
-            file = self._path.open("ab", buffering=0)
-            self.close()
-            self._file = file
-        return self._file
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        with suppress(OSError), self._path.open("ab", buffering=0) as file:  # as often as a worker returns a batch
+            file.write(json.dumps(line).encode() + b"\n")
+            if file.tell() > MAX_BYTES:
+                self._path.replace(self._path.with_suffix(".old.jsonl"))

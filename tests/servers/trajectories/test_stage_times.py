@@ -30,16 +30,15 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path_of(tmp_path, 0)
 
 
-def test_the_file_begins_anew_and_the_one_before_is_kept(path: Path) -> None:
+def test_a_full_file_is_rotated_and_one_old_file_is_kept(path: Path) -> None:
     times = StageTimes(path)
     for number in range(1, 6):
         line(times, number)
-    times.close()
     assert began(path.with_suffix(".old.jsonl")) == [3.0, 4.0]
     assert began(path) == [5.0]
 
 
-def test_without_a_descriptor_the_next_lines_are_lost_and_no_more(path: Path) -> None:
+def test_without_a_descriptor_only_the_next_lines_are_lost(path: Path) -> None:
     times = StageTimes(path)
     with no_descriptor():
         line(times, 1)
@@ -49,6 +48,5 @@ def test_without_a_descriptor_the_next_lines_are_lost_and_no_more(path: Path) ->
         for number in range(4, 8):
             line(times, number)
     line(times, 8)
-    times.close()
     assert began(path.with_suffix(".old.jsonl")) == [2.0, 3.0]
     assert began(path) == [8.0]

@@ -395,9 +395,9 @@ async def test_weights_that_vllms_own_loader_leaves_aside_are_named(saying: bool
         return [float(parameter.sum()) for parameter in model.parameters()]
 
     assert updated("0.weight", "1.weight") == updated("2.weight", "1.weight") == [4, 4]
-    with pytest.raises(ValueError, match=r"no weights came for 1\.weight: vLLM knows"):
+    with pytest.raises(ValueError, match=r"no weights came for 1\.weight: vLLM uses other names"):
         updated("0.weight", "other")
-    with pytest.raises(ValueError, match=r"no weights came for 0\.weight, 2\.weight: vLLM knows"):
+    with pytest.raises(ValueError, match=r"no weights came for 0\.weight, 2\.weight: vLLM uses other names"):
         updated("1.weight")
 
 
@@ -471,7 +471,7 @@ async def test_a_load_shows_as_stuck_while_a_parcel_hangs_and_not_while_it_gets_
     )
     llm: Any = core
     engine: Any = VllmEngine(llm, counters, model, [], context=512)
-    engine._drafts[0] = SimpleNamespace(name="", task=None)
+    engine._drafts[0] = SimpleNamespace(attempt_id="", task=None)
     engine._busy()
     monkeypatch.setattr(vllm_weights, "MAX_SPOOL_BYTES", 1)
     load = asyncio.ensure_future(engine.load(published(model), Lineage(0), Version(1)))
