@@ -17,7 +17,7 @@ import msgspec
 
 from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Trainer
 from staleflow.configs.simulation import Simulated
-from staleflow.sim.compare import changed
+from staleflow.sim.peers.compare import changed
 from staleflow.sim.peers.run import simulate_peer
 from staleflow.sim.result import Result
 from staleflow.sim.simulate import simulate

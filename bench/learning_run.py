@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from staleflow.clients.models.files import load_model
 from staleflow.clients.rollout.engines.base import Request, Sampling, Trajectory
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
 from staleflow.clients.rollout.groups import payload
-from staleflow.clients.trainer.backends.files import load_model
 from staleflow.clients.trainer.backends.tensors import to_arrays
 from staleflow.clients.trainer.data.batch import FetchedGroup, TrainBatch, assemble
 from staleflow.clients.trainer.torch_trainer import TorchTrainer

@@ -26,7 +26,7 @@ from bench.trajectories_measure import PRODUCERS, TAKE, TRAJECTORY_BYTES, Row, w
 from staleflow.clients.rollout.pushes import Pusher
 from staleflow.clients.rollout.slab_writer import SlabWriter
 from staleflow.clients.trainer.data.batch import assemble
-from staleflow.clients.trainer.prefetch import BatchStream
+from staleflow.clients.trainer.data.prefetch import BatchStream
 from staleflow.configs.loading.load import addresses, read_run, write_resolved
 from staleflow.configs.schema import (
     Config,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from staleflow.api import Result, Run, Trace, connect, run
-    from staleflow.clients.trainer.backends.base import NoBatch
     from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
+    from staleflow.clients.trainer.data.prefetch import NoBatch
     from staleflow.configs.errors import ConfigError
     from staleflow.configs.loading.load import load
     from staleflow.net.errors import Refused, Unavailable

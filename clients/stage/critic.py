@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from staleflow.clients.models.files import load_model
+from staleflow.clients.models.gae import gae, token_rewards
 from staleflow.clients.stage.critic_files import CriticFiles
 from staleflow.clients.stage.model_stage import Ended, Stopping
 from staleflow.clients.stage.reference import Limits, finite, on_device, within
 from staleflow.clients.stage.sequences import rows_of
 from staleflow.clients.stage.worker import StageGroup, StageOutcome
-from staleflow.clients.trainer.algorithms.gae import gae, token_rewards
-from staleflow.clients.trainer.backends.files import load_model
 from staleflow.configs.schema import Algorithm, Config
 from staleflow.protocols.wire.stages import REWARD_COLUMN, STAGE
 from staleflow.protocols.wire.trajectory import GroupPayload

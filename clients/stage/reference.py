@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from staleflow.clients.models.files import load_model
+from staleflow.clients.models.likelihood import token_logprobs
 from staleflow.clients.stage.model_stage import Ended, Stopping
 from staleflow.clients.stage.sequences import Rows, rows_of
 from staleflow.clients.stage.worker import Failed, StageGroup, StageOutcome
-from staleflow.clients.trainer.algorithms.likelihood import token_logprobs
-from staleflow.clients.trainer.backends.files import load_model
 
 COLUMN = "logprobs"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.trainer.data.batch import padded_passes
+from staleflow.clients.models.passes import padded_passes
 from staleflow.protocols.wire.trajectory import GroupPayload
 
 

@@ -25,10 +25,10 @@ from typing import Any, Protocol, Self, TypeVar, cast
 import uvloop
 
 from staleflow.clients.attachment import attach
-from staleflow.clients.trainer.backends.base import Drained, Published, Stopped
+from staleflow.clients.trainer.backends.base import Published, Stopped
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.micro_batches import MicroBatch, MicroBatchStream
-from staleflow.clients.trainer.prefetch import BatchStream
+from staleflow.clients.trainer.data.prefetch import BatchStream, Drained
 from staleflow.clients.weights import Publisher
 from staleflow.net.client import Client, worker_id
 from staleflow.net.errors import Refused, Unavailable

@@ -20,10 +20,11 @@ from pathlib import Path
 import msgspec
 
 from staleflow.clients.out_of_memory import out_of_memory
-from staleflow.clients.trainer.backends.base import Backend, NoBatch, OutOfMemory, Stopped, Untrainable, batch_values
+from staleflow.clients.trainer.backends.base import Backend, OutOfMemory, Stopped, Untrainable, batch_values
 from staleflow.clients.trainer.checkpoint import Checkpoints, Overtaken, TrainerState
 from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.data.prefetch import NoBatch
 from staleflow.clients.trainer.samples import Samples
 from staleflow.clients.trainer.steps import ComputedStep, Steps
 from staleflow.configs.errors import ConfigError

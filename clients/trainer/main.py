@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from staleflow.clients.texts import tokenizer_decoder
-from staleflow.clients.trainer.backends.base import Backend, NoBatch, OutOfMemory, Stopped, StreamingBackend
+from staleflow.clients.trainer.backends.base import Backend, OutOfMemory, Stopped, StreamingBackend
 from staleflow.clients.trainer.checkpoint import Checkpoints
 from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
+from staleflow.clients.trainer.data.prefetch import NoBatch
 from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
 from staleflow.clients.trainer.ranks.follower import FollowerBatches
 from staleflow.clients.trainer.ranks.leader import Leader, follow

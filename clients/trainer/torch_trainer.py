@@ -21,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from staleflow.clients.models.files import checkpoint_gradients, load_model, save_model, save_streamed
+from staleflow.clients.models.passes import packed_passes, padded_passes
 from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.trainer.algorithms.objective import Objective, tokens_of
 from staleflow.clients.trainer.backends.base import (
@@ -33,15 +35,13 @@ from staleflow.clients.trainer.backends.base import (
     batch_values,
 )
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
-from staleflow.clients.trainer.backends.files import checkpoint_gradients, load_model, save_model, save_streamed
 from staleflow.clients.trainer.backends.flops import FlopsMeter
 from staleflow.clients.trainer.backends.forward import completion_logprobs, isolates_packed_rows
 from staleflow.clients.trainer.backends.learner import Learner, make_learner
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
-from staleflow.clients.trainer.backends.packing import packed_passes
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, open_model
 from staleflow.clients.trainer.backends.tensors import StreamedWeights, to_arrays
-from staleflow.clients.trainer.data.batch import TrainBatch, padded_passes, rows_of
+from staleflow.clients.trainer.data.batch import TrainBatch, rows_of
 from staleflow.clients.trainer.evaluation.held_out import Evaluation
 from staleflow.clients.trainer.evaluation.sharded import accompany, lead
 from staleflow.clients.trainer.quarantine import GroupQuarantine

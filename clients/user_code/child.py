@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from staleflow.clients.user_code import pipe
 from staleflow.clients.user_code.mark import Marker, works_for
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.loading.imports import load_object
+from staleflow.configs.imports import load_object
 from staleflow.configs.rewards import objection
 
 NOUN = "the reward"

@@ -19,9 +19,9 @@ import msgspec
 from staleflow.configs import presets
 from staleflow.configs.durable_files import make_folder, sync_path, write_durably
 from staleflow.configs.errors import MISSING, ConfigError
+from staleflow.configs.imports import is_file
 from staleflow.configs.loading import overrides as dotted
 from staleflow.configs.loading.explain import decode
-from staleflow.configs.loading.imports import is_file
 from staleflow.configs.loading.toml import dumps
 from staleflow.configs.rules.checks import consistent
 from staleflow.configs.schema import Config

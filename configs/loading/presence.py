@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.length_trace import read_lengths
 from staleflow.configs.loading import probe
 from staleflow.configs.loading.extras import install
+from staleflow.configs.loading.length_trace import read_lengths
 from staleflow.configs.loading.row_files import prompt_row, read_rows
 from staleflow.configs.metrics import read_token
 from staleflow.configs.rules.checks import check_rows, import_paths

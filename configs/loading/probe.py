@@ -18,7 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.loading.imports import load_object
+from staleflow.configs.imports import load_object
 from staleflow.configs.loading.row_files import prompt_row
 from staleflow.configs.rewards import objection
 from staleflow.configs.stages import check_row

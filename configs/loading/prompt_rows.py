@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from staleflow.configs.errors import MISSING, ConfigError
-from staleflow.configs.loading.imports import load_object
+from staleflow.configs.imports import load_object
 from staleflow.configs.loading.row_files import prompt_row, read_rows
 from staleflow.configs.schema import Prompts
 

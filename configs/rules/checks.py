@@ -5,7 +5,7 @@ import re
 from urllib.parse import urlsplit
 
 from staleflow.configs.errors import MISSING, ConfigError, shown
-from staleflow.configs.loading.imports import split
+from staleflow.configs.imports import split
 from staleflow.configs.metrics import check_metrics
 from staleflow.configs.rules import algorithm
 from staleflow.configs.rules.coordination import check_coordination, check_spares, samples_started

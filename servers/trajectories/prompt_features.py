@@ -11,6 +11,7 @@ The ``FEATURES`` values of a row are cheap to compute and none of them is learne
   kind or a source of the problem predicts lengths well, so keep such columns in the rows.
 """
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,8 +21,10 @@ import numpy as np
 
 from staleflow.configs.loading.prompt_rows import PromptRows
 from staleflow.configs.loading.row_files import PROMPT
-from staleflow.protocols.wire.messages import FEATURES
-from staleflow.protocols.wire.tensors import Array
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused
+from staleflow.protocols.wire.messages import FEATURES, PromptFeatures, PromptFeaturesReply
+from staleflow.protocols.wire.tensors import Array, specs_and_frames
 
 MAX_CHARS = 20_000
 """Number of leading characters of a prompt that are analyzed."""
@@ -80,3 +83,18 @@ def _hashed(words: Sequence[str]) -> Array:
         counts[bits % len(counts)] += 1.0 if bits >> 31 else -1.0
     marks: Array = np.sign(counts) * np.log1p(np.abs(counts))
     return marks
+
+
+async def describe(scheduler: Client, prompts: PromptRows, shard: int) -> None:
+    """Serve feature requests until the run is over."""
+    rows: list[int] = []
+    while True:
+        features = {"features": await asyncio.to_thread(feature_matrix, prompts, rows)} if rows else {}
+        specs, frames = specs_and_frames(features)
+        try:
+            answer = await scheduler.ask(
+                PromptFeatures(shard=shard, rows=rows, frames=specs), PromptFeaturesReply, frames, timeout_s=None
+            )
+        except Refused:
+            return
+        rows = answer.rows

@@ -54,9 +54,9 @@ from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.protocols.wire.tensors import Array, arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import made_columns
 from staleflow.servers.runner import Tasks
-from staleflow.servers.trajectories.describing import describe
 from staleflow.servers.trajectories.holdings import Phase, StoredGroup, place_of
 from staleflow.servers.trajectories.partials import Partials
+from staleflow.servers.trajectories.prompt_features import describe
 from staleflow.servers.trajectories.push_rejects import PushRejects
 from staleflow.servers.trajectories.records import Key, Pushed, parse_push
 from staleflow.servers.trajectories.registrar import Registrar, Then

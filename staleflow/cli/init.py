@@ -65,7 +65,7 @@ def _rows(source: str) -> str:
     """Return the quickstart's problems as the text of a JSONL file."""
     import json
 
-    from staleflow.configs.loading.imports import load_object
+    from staleflow.configs.imports import load_object
 
     rows = load_object(f"staleflow.examples.quickstart.task:{source}")(seed=0, limit=LIMIT)
     return "".join(f"{json.dumps(row)}\n" for row in rows)

@@ -106,8 +106,8 @@ def _config(source: Path, overrides: tuple[str, ...], place: Path) -> "Config":
 
     if not source.is_dir():
         return load(source, overrides)
-    from staleflow.sim.compare import changed
     from staleflow.sim.measured import LENGTHS, measure
+    from staleflow.sim.peers.compare import changed
 
     run = read_run(source)
     return changed(run, (*measure(source / TRACE).overrides(place / LENGTHS), *overrides))

@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.imports import is_file, split
 from staleflow.configs.loading.extras import install
-from staleflow.configs.loading.imports import is_file, split
 from staleflow.configs.loading.presence import check_package
 from staleflow.configs.loading.toml import dumps
 from staleflow.configs.rules.checks import import_paths

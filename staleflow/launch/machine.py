@@ -31,7 +31,6 @@ from staleflow.supervisor.joining import has_ended, join_run
 from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.roles import Role
 from staleflow.supervisor.stopping import StopSignals
-from staleflow.supervisor.tail import Tail
 
 JOIN_TIMEOUT_S = 600.0
 """Seconds to wait for the scheduler's first answer; it may still be starting, or the model being built."""
@@ -196,6 +195,29 @@ def main(words: Sequence[str] | None = None) -> int:
     except (Unavailable, Refused) as error:
         print_line(f"staleflow: {error}")
         return 1
+
+
+class Tail:
+    """Follows the output of a process: returns the lines that are appended after this object was created.
+
+    The file need not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = path.stat().st_size if path.exists() else 0
+
+    def take(self) -> list[str]:
+        """Return the complete lines since the last call; after a read error, a later call returns them."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                new = file.read()
+        except OSError:
+            return []
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return whole.decode("utf-8", "replace").splitlines()
 
 
 if __name__ == "__main__":

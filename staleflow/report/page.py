@@ -3,12 +3,12 @@
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-import staleflow
 from staleflow.configs.errors import MISSING, ConfigError
 from staleflow.configs.loading.load import config_sha, read_run
 from staleflow.configs.loading.toml import dumps
@@ -85,7 +85,7 @@ def _render(name: str, context: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return pages.get_template(name).render(version=staleflow.__version__, **context)
+    return pages.get_template(name).render(version=version("staleflow"), **context)
 
 
 def _context(

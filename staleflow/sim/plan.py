@@ -20,7 +20,7 @@ import msgspec
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.toml import dumps
 from staleflow.configs.schema import Config
-from staleflow.sim.compare import OWN
+from staleflow.sim.peers.compare import OWN
 
 SHORT_STEPS, LONG_STEPS = 24, 80
 """Steps of a simulation in the two rounds."""

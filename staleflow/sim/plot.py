@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.extras import install
-from staleflow.sim.page import page
+from staleflow.sim.peers.compare import COLUMNS
+from staleflow.sim.peers.conclusion import LEGEND, conclusion
 from staleflow.sim.result import EngineRow, Result
 
 MAX_LANES = 16
@@ -173,3 +176,16 @@ def _legend(figure: Any) -> None:
     )
     patches = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in kinds]
     figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), fontsize=8, frameon=False)
+
+
+def page(results: Sequence[Result], picture: str) -> str:
+    """Return the page. ``picture``: an svg element, inserted unescaped."""
+    environment = Environment(loader=PackageLoader("staleflow.sim", "."), autoescape=True, undefined=StrictUndefined)
+    return environment.get_template("page.html").render(
+        title="Simulated runs" if len(results) > 1 else f"{results[0].name}, simulated",
+        columns=[name for name, _ in COLUMNS],
+        rows=[(result, [text(result) for _, text in COLUMNS]) for result in results],
+        conclusion=conclusion(results) if len(results) > 1 else [],
+        legend=LEGEND,
+        picture=Markup(picture),
+    )

@@ -4,6 +4,7 @@ All processes send the real messages to the real ``Service``; only sockets, toke
 that arrive at one instant are one drain of the service, as they are one drain of its socket.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from staleflow.configs.simulation import Occurrence
 from staleflow.net.limits import TransportLimits
 from staleflow.net.memory_transport import MemoryEndpoint
 from staleflow.protocols.consistency import effects
-from staleflow.protocols.consistency.ids import LeaseId, WorkerId
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages import Attach, GetStatus, Reply, Status
 from staleflow.servers.scheduler.ledger.interpreter import TABLES
+from staleflow.servers.scheduler.lengths.expected import Lengths
 from staleflow.servers.scheduler.main import CYCLE_DELAY_S, open_service
 from staleflow.sim.asking import Ask, Stalled, nothing
 from staleflow.sim.book import Book, SimRecipe
@@ -22,7 +24,6 @@ from staleflow.sim.check import check, fleet
 from staleflow.sim.cost import StepCost
 from staleflow.sim.engine import SimEngine
 from staleflow.sim.instance import Peers, SimInstance
-from staleflow.sim.known import KnownLengths
 from staleflow.sim.sample import Sample
 from staleflow.sim.shard import SimShard
 from staleflow.sim.trainer import SimTrainer
@@ -227,3 +228,14 @@ def stall_timeout_s(config: Config) -> float:
     simulation = config.simulation
     delays_s = simulation.pull_s + simulation.load_s + simulation.reward_s + simulation.report_s + simulation.tool_s
     return 60.0 + 20.0 * delays_s + 2.0 * (config.scheduler.lease_s + config.trainer.simulated_step_s)
+
+
+class KnownLengths(Lengths):
+    """A ranker that knows all that can be known, as the upper limit of ranking: ``expected`` returns the lengths."""
+
+    def __init__(self, expected: Callable[[int], float]) -> None:
+        super().__init__("none")
+        self._of = expected
+
+    def expected_of(self, groups: Sequence[GroupId]) -> list[float]:
+        return [self._of(group) for group in groups]

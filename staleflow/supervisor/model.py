@@ -14,7 +14,7 @@ from pathlib import Path
 
 from staleflow.configs.durable_files import make_folder, replace_durably, sync_path
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.loading.imports import load_object
+from staleflow.configs.imports import load_object
 from staleflow.configs.loading.load import read_run
 from staleflow.configs.loading.presence import check_model_dir
 from staleflow.configs.rules.checks import needs_model

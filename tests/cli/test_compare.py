@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from staleflow.cli.compare_table import show
+from staleflow.cli.simulate import show
 from staleflow.configs.loading.load import load
-from staleflow.sim.compare import COLUMNS, compare
+from staleflow.sim.peers.compare import COLUMNS, compare
 from tests.cli.conftest import SIMULATED, Cli
 
 COMPARE = ("simulate", SIMULATED, "--compare", "--steps", 6, "--peers")

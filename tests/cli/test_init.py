@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.configs.loading.imports import load_object
+from staleflow.configs.imports import load_object
 from staleflow.configs.loading.load import load
 from staleflow.configs.loading.presence import present
 from tests.cli.conftest import Cli

@@ -14,8 +14,8 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Staleness, Trainer
 from staleflow.configs.simulation import Simulated, Simulation
 from staleflow.sim import plan as searched
-from staleflow.sim.compare import changed
 from staleflow.sim.measured import measure
+from staleflow.sim.peers.compare import changed
 from staleflow.sim.plan import Choice, front, picks, plan, splits
 from staleflow.sim.simulate import simulate
 from tests.report.traces import PLAIN, save

@@ -15,7 +15,7 @@ from staleflow.configs.schema import Coordination, Redundancy
 from staleflow.configs.simulation import Fleet, Occurrence
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 from staleflow.sim.asking import Stalled
-from staleflow.sim.compare import COLUMNS
+from staleflow.sim.peers.compare import COLUMNS
 from staleflow.sim.result import Result
 from staleflow.sim.simulate import simulate
 from staleflow.trace.audit.report import audit

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import NormalDist
 
-from staleflow.configs.length_trace import read_lengths
+from staleflow.configs.loading.length_trace import read_lengths
 from staleflow.configs.simulation import Simulated
 
 Quantile = Callable[[float, int], float]

@@ -20,7 +20,7 @@ from staleflow.clients.rollout.episodes.env_client import Client
 from staleflow.clients.user_code import pipe
 from staleflow.clients.user_code.child import reason, serve_concurrently, take_over_pipes
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.loading.imports import load_object
+from staleflow.configs.imports import load_object
 from staleflow.configs.rewards import LARGEST
 
 KEY = "environment.run"

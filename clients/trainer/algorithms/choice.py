@@ -19,7 +19,7 @@ from staleflow.clients.trainer.algorithms import advantages, corrections, losses
 from staleflow.clients.trainer.algorithms.corrections import Correction
 from staleflow.clients.trainer.algorithms.losses import TokenLoss
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.loading.imports import load_object
+from staleflow.configs.imports import load_object
 from staleflow.configs.schema import Algorithm
 
 GROUP_ADVANTAGES: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {

@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from staleflow.clients.models.gae import gae, returns_to_go, token_rewards
 from staleflow.clients.trainer.algorithms.advantages import normalised
 from staleflow.clients.trainer.algorithms.aggregation import aggregation_of, scale, weights
 from staleflow.clients.trainer.algorithms.choice import TrainedTokens, group_advantage, token_loss
-from staleflow.clients.trainer.algorithms.gae import gae, returns_to_go, token_rewards
 from staleflow.clients.trainer.algorithms.kl import kl_loss
 from staleflow.clients.trainer.algorithms.losses import TokenLoss, clippable, squared_log_ratio
 from staleflow.clients.trainer.algorithms.mismatch import MismatchSums

@@ -31,14 +31,6 @@ class Stopped(Exception):
     """A stop was requested, and the operation was undone: weights and optimizer are unchanged."""
 
 
-class Drained(Exception):
-    """The run drains normally and has no further batch; the text is the reason."""
-
-
-class NoBatch(Exception):
-    """The batch of a step can never arrive, according to the scheduler; the text is the reason."""
-
-
 class Untrainable(Exception):
     """Some groups of a batch make the step raise; weights and optimizer are unchanged on every rank."""
 

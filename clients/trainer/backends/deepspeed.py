@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from staleflow.clients.models.files import load_random, save_random, shard_file
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
-from staleflow.clients.trainer.backends.files import load_random, save_random, shard_file
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
 from staleflow.clients.trainer.backends.optimizer import groups
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, distinct, layers

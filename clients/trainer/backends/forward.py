@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from staleflow.clients.trainer.algorithms.likelihood import token_logprobs
+from staleflow.clients.models.likelihood import token_logprobs
 from staleflow.clients.trainer.backends.tensors import rows
 from staleflow.clients.trainer.data.batch import TrainBatch
 

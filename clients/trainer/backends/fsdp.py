@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from staleflow.clients.models.files import load_random, save_random, shard_file
 from staleflow.clients.trainer.backends.collectives import Ranks
-from staleflow.clients.trainer.backends.files import load_random, save_random, shard_file
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, distinct, layers
 from staleflow.clients.trainer.backends.single import PlainLearner
 from staleflow.clients.trainer.backends.tensors import named

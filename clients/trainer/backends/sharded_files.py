@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from staleflow.clients.trainer.backends.files import load_model
+from staleflow.clients.models.files import load_model
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from staleflow.clients.models.files import STATE, load_random, save_random, save_state, state_file
 from staleflow.clients.trainer.backends.collectives import Ranks
-from staleflow.clients.trainer.backends.files import STATE, load_random, save_random, save_state, state_file
 from staleflow.clients.trainer.backends.optimizer import MasterAdamW
 from staleflow.clients.trainer.backends.tensors import named
 from staleflow.configs.schema import Config

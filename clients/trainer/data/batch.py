@@ -205,18 +205,3 @@ def rows_of(batch: TrainBatch, which: NDArray[np.int64]) -> TrainBatch:
     for stages in ("token_stages", "sample_stages"):
         chosen[stages] = {name: column[which] for name, column in chosen[stages].items()}
     return TrainBatch(**chosen)
-
-
-def padded_passes(lengths: NDArray[np.int64], micro_tokens: int) -> list[NDArray[np.int64]]:
-    """Return the rows of each padded pass: longest first, as many as fit ``micro_tokens`` after padding to the longest.
-
-    A longer row forms its own pass. The result depends only on the lengths; equal lengths keep their order.
-    """
-    order = np.argsort(-lengths, kind="stable")
-    cuts: list[NDArray[np.int64]] = []
-    start = 0
-    while start < len(order):
-        fits = max(1, micro_tokens // max(1, int(lengths[order[start]])))
-        cuts.append(order[start : start + fits])
-        start += fits
-    return cuts

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staleflow.clients.trainer.data.batch import NO_VERSION, TrainBatch, assemble
-from staleflow.clients.trainer.prefetch import BatchStream
+from staleflow.clients.trainer.data.prefetch import BatchStream
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
 from staleflow.net.retry import Backoff

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from staleflow.clients.trainer.backends.base import Drained, NoBatch, Stopped
+from staleflow.clients.trainer.backends.base import Stopped
 from staleflow.clients.trainer.client import TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.micro_batches import MicroBatchStream
-from staleflow.clients.trainer.prefetch import BatchStream
+from staleflow.clients.trainer.data.prefetch import BatchStream, Drained, NoBatch
 from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import Batch
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from staleflow.clients.trainer.algorithms.likelihood import token_logprobs
+from staleflow.clients.models.likelihood import token_logprobs
 
 VOCABULARY = 61
 STOP = 3

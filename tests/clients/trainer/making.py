@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from staleflow.clients.trainer.data.batch import FetchedGroup, TrainBatch, assemble
-from staleflow.clients.trainer.data.partition import shares
+from staleflow.clients.trainer.data.prefetch import shares
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step, Version
 from staleflow.protocols.wire.messages import Batch

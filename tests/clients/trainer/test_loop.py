@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from staleflow.clients.trainer.backends.base import NoBatch, OutOfMemory, StepResult, Stopped, Stopping, Weights
+from staleflow.clients.trainer.backends.base import OutOfMemory, StepResult, Stopped, Stopping, Weights
 from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
 from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.data.prefetch import NoBatch
 from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
 from staleflow.clients.trainer.samples import Samples
 from staleflow.clients.trainer.steps import WholeSteps

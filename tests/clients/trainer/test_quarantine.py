@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from staleflow.clients.trainer.backends.base import NoBatch, StepResult, Stopped, Stopping, Untrainable
+from staleflow.clients.trainer.backends.base import StepResult, Stopped, Stopping, Untrainable
 from staleflow.clients.trainer.data.batch import FetchedGroup, TrainBatch, rows_of
 from staleflow.clients.trainer.data.micro_batches import MicroBatchStream
-from staleflow.clients.trainer.prefetch import BatchStream
+from staleflow.clients.trainer.data.prefetch import BatchStream, NoBatch
 from staleflow.clients.trainer.ranks.follower import FollowerBatches
 from staleflow.clients.trainer.ranks.leader import Leader, follow
 from staleflow.clients.trainer.steps import Steps, StreamedSteps, WholeSteps

@@ -15,7 +15,7 @@ from staleflow.clients.trainer import main
 from staleflow.clients.trainer.client import BadVersion, TrainerClient
 from staleflow.clients.trainer.data.batch import FetchedGroup
 from staleflow.clients.trainer.data.micro_batches import MicroBatchStream
-from staleflow.clients.trainer.prefetch import BatchStream
+from staleflow.clients.trainer.data.prefetch import BatchStream
 from staleflow.clients.trainer.ranks.follower import FollowerBatches
 from staleflow.clients.trainer.ranks.leader import Leader, follow
 from staleflow.clients.trainer.steps import Steps, StreamedSteps, WholeSteps

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from staleflow.clients.trainer.backends import files as torch_files
+from staleflow.clients.models import files as torch_files
 from staleflow.clients.trainer.backends.base import Stopped
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.data.batch import FetchedGroup, TrainBatch, assemble

@@ -12,7 +12,7 @@ from staleflow.clients.stage import worker as stage_worker
 from staleflow.clients.stage.worker import StageGroup, StageOutcome
 from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
 from staleflow.clients.trainer.data.fetch import Fetcher
-from staleflow.clients.trainer.prefetch import BatchStream
+from staleflow.clients.trainer.data.prefetch import BatchStream
 from staleflow.net.client import Client, worker_id
 from staleflow.protocols.consistency.ids import Step
 from staleflow.protocols.wire.messages import Reply, Request

@@ -24,9 +24,9 @@ from staleflow.protocols.wire.trajectory import GroupPayload
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from staleflow.clients.models.likelihood import token_logprobs  # noqa: E402
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine  # noqa: E402
 from staleflow.clients.rollout.episodes.chat.tokenizer import TokenizerChatTemplate  # noqa: E402
-from staleflow.clients.trainer.algorithms.likelihood import token_logprobs  # noqa: E402
 from staleflow.clients.trainer.backends.tensors import to_arrays  # noqa: E402
 from staleflow.examples.environments.model import chat_tokenizer  # noqa: E402
 

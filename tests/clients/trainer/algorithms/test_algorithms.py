@@ -7,12 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from staleflow.clients.trainer.algorithms import advantages, corrections, likelihood, losses, sequence_losses
+from staleflow.clients.models import likelihood
+from staleflow.clients.models.gae import gae, returns_to_go, token_rewards
+from staleflow.clients.models.likelihood import token_logprobs
+from staleflow.clients.trainer.algorithms import advantages, corrections, losses, sequence_losses
 from staleflow.clients.trainer.algorithms.aggregation import Aggregation, aggregation_of, scale, weights
 from staleflow.clients.trainer.algorithms.choice import GROUP_ADVANTAGES
-from staleflow.clients.trainer.algorithms.gae import gae, returns_to_go, token_rewards
 from staleflow.clients.trainer.algorithms.kl import kl_loss
-from staleflow.clients.trainer.algorithms.likelihood import token_logprobs
 from staleflow.clients.trainer.algorithms.mismatch import MismatchSums
 from staleflow.clients.trainer.algorithms.objective import LOCAL
 from staleflow.clients.trainer.algorithms.second_moment import largest_kept

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, FalconConfig, OPTConfig
 
+from staleflow.clients.models.passes import packed_passes
 from staleflow.clients.rollout.engines.base import Sampling
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine, generate
 from staleflow.clients.trainer.algorithms.objective import tokens_of
 from staleflow.clients.trainer.backends.forward import completion_logprobs
-from staleflow.clients.trainer.backends.packing import packed_passes
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from staleflow.clients.trainer.backends.files import load_model
+from staleflow.clients.models.files import load_model
 from staleflow.clients.trainer.backends.fsdp import FsdpLearner
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, distinct, layers, open_model
 from staleflow.configs.errors import ConfigError

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from staleflow.clients.models.passes import padded_passes
 from staleflow.clients.trainer.backends.base import batch_values
-from staleflow.clients.trainer.data.batch import FetchedGroup, assemble, padded_passes
+from staleflow.clients.trainer.data.batch import FetchedGroup, assemble
 from staleflow.clients.trainer.data.fetch import MAX_REQUEST_GROUPS, next_request
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.protocols.wire.messages import MemberRef

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.clients.trainer.data.partition import shares
+from staleflow.clients.trainer.data.prefetch import shares
 
 
 def test_the_longest_group_goes_first_each_to_the_rank_with_the_fewest_tokens() -> None:

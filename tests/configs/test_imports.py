@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.loading.imports import load_object
+from staleflow.configs.imports import load_object
 
 
 def test_a_module_and_a_file_give_their_callable(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.length_trace import read_lengths
+from staleflow.configs.loading.length_trace import read_lengths
 from staleflow.configs.loading.load import load
 from staleflow.configs.loading.presence import present
 from tests.configs.conftest import MINIMAL, Write

@@ -1,4 +1,4 @@
-"""Split a batch into passes without padding. NumPy only."""
+"""Split trajectories into passes through a model: packed, without padding, or padded. NumPy only."""
 
 import math
 
@@ -34,3 +34,18 @@ def _cut(
         if loads[place] > micro_tokens:
             return None
     return [np.array(sorted(part), np.int64) for part in rows if part]
+
+
+def padded_passes(lengths: NDArray[np.int64], micro_tokens: int) -> list[NDArray[np.int64]]:
+    """Return the rows of each padded pass: longest first, as many as fit ``micro_tokens`` after padding to the longest.
+
+    A longer row forms its own pass. The result depends only on the lengths; equal lengths keep their order.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    cuts: list[NDArray[np.int64]] = []
+    start = 0
+    while start < len(order):
+        fits = max(1, micro_tokens // max(1, int(lengths[order[start]])))
+        cuts.append(order[start : start + fits])
+        start += fits
+    return cuts

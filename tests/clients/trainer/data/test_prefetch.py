@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from staleflow.clients.trainer.backends.base import NoBatch
 from staleflow.clients.trainer.data.batch import FetchedGroup
 from staleflow.clients.trainer.data.micro_batches import MicroBatch, MicroBatchStream
+from staleflow.clients.trainer.data.prefetch import NoBatch
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from staleflow.supervisor.tail import Tail
+from staleflow.launch.machine import Tail
 
 
 def test_lines_are_told_once_and_whole(tmp_path: Path) -> None:

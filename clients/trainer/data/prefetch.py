@@ -6,13 +6,12 @@ corrupt member is quarantined, the batch is sealed again) is requested again.
 """
 
 import asyncio
+import heapq
 import logging
 from collections.abc import Sequence
 
-from staleflow.clients.trainer.backends.base import Drained, NoBatch
 from staleflow.clients.trainer.data.batch import FetchedGroup, TrainBatch, assemble
 from staleflow.clients.trainer.data.fetch import Fetcher
-from staleflow.clients.trainer.data.partition import shares
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
 from staleflow.net.retry import Backoff
@@ -34,6 +33,14 @@ from staleflow.protocols.wire.messages import (
 from staleflow.protocols.wire.payload_limits import PayloadLimits
 
 log = logging.getLogger(__name__)
+
+
+class Drained(Exception):
+    """The run drains normally and has no further batch; the text is the reason."""
+
+
+class NoBatch(Exception):
+    """The batch of a step can never arrive, according to the scheduler; the text is the reason."""
 
 
 class BatchStream:
@@ -167,3 +174,19 @@ class BatchStream:
     async def _members(self, members: Sequence[MemberRef]) -> list[FetchedGroup]:
         """Return all members in order, from all shards in parallel."""
         return await self._fetcher.members(members)
+
+
+def shares(tokens: Sequence[int], world: int) -> list[list[int]]:
+    """Return the positions of each rank's groups, ascending; no rank is empty if there are as many groups as ranks.
+
+    The longest group goes first, each to the rank with the fewest tokens so far, which is at most a third above the
+    optimum (Graham 1969, "Bounds on multiprocessing timing anomalies"). The result depends only on ``tokens`` and
+    ``world``, so that every rank computes the same.
+    """
+    loads = [(0, 0, rank) for rank in range(world)]
+    mine: list[list[int]] = [[] for _ in range(world)]
+    for place in sorted(range(len(tokens)), key=lambda place: (-tokens[place], place)):
+        load, count, rank = heapq.heappop(loads)
+        mine[rank].append(place)
+        heapq.heappush(loads, (load + tokens[place], count + 1, rank))
+    return [sorted(places) for places in mine]

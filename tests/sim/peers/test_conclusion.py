@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from staleflow.sim.compare import OWN
-from staleflow.sim.conclusion import CHOICES, LEGEND, conclusion
+from staleflow.sim.peers.compare import OWN
+from staleflow.sim.peers.conclusion import CHOICES, LEGEND, conclusion
 from staleflow.sim.result import Result
 from staleflow.sim.simulate import simulate
 from tests.sim.configs import config

@@ -11,10 +11,10 @@ import pytest
 
 from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
-from staleflow.sim.compare import COLUMNS, OWN, changed, compare
-from staleflow.sim.page import page
+from staleflow.sim.peers.compare import COLUMNS, OWN, changed, compare
 from staleflow.sim.peers.presets import PEERS
 from staleflow.sim.peers.run import simulate_peer
+from staleflow.sim.plot import page
 from staleflow.sim.result import Result
 from staleflow.sim.simulate import simulate
 from tests.sim.configs import config

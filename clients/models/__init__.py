@@ -1,0 +1,1 @@
+"""Model files and computations that the trainer and the model stages share."""
