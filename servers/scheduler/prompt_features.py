@@ -7,7 +7,7 @@
 - Rows requested from a shard that becomes silent are requested from another shard.
 """
 
-from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,22 +16,21 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import FEATURES, PromptFeatures, PromptFeaturesReply
 from staleflow.protocols.wire.tensors import Array, arrays
+from staleflow.servers.scheduler.long_polls import LongPolls
 from staleflow.servers.scheduler.prompts.queue import PromptQueue
 from staleflow.servers.scheduler.workers.registry import Registry
 
 CHUNK = 256
 """Rows of one request: a shard computes their features in tens of milliseconds."""
-MAX_WAIT_MS = 60_000
 
 
 class PromptFeatureRequests:
     """Waiting shards, and the rows that were requested from each shard."""
 
-    def __init__(self, prompts: PromptQueue, registry: Registry) -> None:
+    def __init__(self, prompts: PromptQueue, registry: Registry, now_ms: Callable[[], int]) -> None:
         self._prompts = prompts
         self._registry = registry
-        self._waiting: deque[tuple[Call, int]] = deque()
-        """Open calls, each with its deadline in milliseconds."""
+        self._waiting = LongPolls[PromptFeatures](now_ms)
         self._requested: dict[str, list[int]] = {}
         """Rows requested from each shard, by peer."""
         self._to_request: list[int] = []
@@ -39,7 +38,7 @@ class PromptFeatureRequests:
         self._next_place = 0
         """First place of the prompt stream whose row has not been requested."""
 
-    def receive(self, call: Call, body: PromptFeatures, now_ms: int) -> None:
+    def receive(self, call: Call, body: PromptFeatures) -> None:
         """Store the features of a shard and keep its call for the next rows. Refuses peers that are not shards."""
         process = self._registry.get(call.peer)
         if process is None or process.role != "trajectories":
@@ -53,7 +52,7 @@ class PromptFeatureRequests:
         self._requested.pop(call.peer, None)
         if features is not None:
             self._prompts.lengths.describe(body.rows, features)
-        self._waiting.append((call, now_ms + min(body.wait_ms, MAX_WAIT_MS)))
+        self._waiting.add(call, body)
         self.reply_waiting()
 
     def _checked(self, call: Call, body: PromptFeatures) -> Array | None:
@@ -72,13 +71,14 @@ class PromptFeatureRequests:
 
     def reply_waiting(self) -> None:
         """Reply to waiting shards while rows without features remain."""
-        while self._waiting and (rows := self._next()):
-            call, _ = self._waiting.popleft()
-            if call.done:
-                self._to_request += rows
-            else:
-                self._requested[call.peer] = rows
-                call.reply(PromptFeaturesReply(rows=rows))
+        self._waiting.settle(self._request)
+
+    def _request(self, call: Call, _: PromptFeatures) -> bool:
+        if not (rows := self._next()):
+            return False
+        self._requested[call.peer] = rows
+        call.reply(PromptFeaturesReply(rows=rows))
+        return True
 
     def _next(self) -> list[int]:
         """Return up to ``CHUNK`` rows that have no features and are not requested yet; empty if none exist for now."""
@@ -103,8 +103,4 @@ class PromptFeatureRequests:
 
     def answer_due(self, now_ms: int) -> None:
         """Reply without rows to the calls whose wait time has passed; their shards call again."""
-        late = [call for call, due_ms in self._waiting if due_ms <= now_ms]
-        self._waiting = deque((call, due_ms) for call, due_ms in self._waiting if due_ms > now_ms)
-        for call in late:
-            if not call.done:
-                call.reply(PromptFeaturesReply(rows=[]))
+        self._waiting.end(lambda call: call.reply(PromptFeaturesReply(rows=[])), now_ms)

@@ -147,7 +147,7 @@ class Service:
         self._model_limits = CurrentModelLimits(interpreter, self._replies)
         self._training = Training(*ledger_side, self._status.why, config.trainer.steps, self._model_limits)
         self.exposition = Exposition(*shared, self._loads, self.phase, self._training.is_trainer_waiting)
-        self._feature_requests = PromptFeatureRequests(prompts, self._registry)
+        self._feature_requests = PromptFeatureRequests(prompts, self._registry, clock.now_ms)
         handoffs = Handoffs(interpreter, self._instances)
         self._operations = GroupOperations(
             *ledger_side, self._metrics, handoffs, self._prompt_failures, self._backoff, shards
@@ -180,11 +180,11 @@ class Service:
             messages.Detach: self._attachments.detach,
             messages.Report: self._report,
             messages.Pulled: self._pulls.pulled,
-            messages.Operations: self._operate,
+            messages.Operations: self._operations.operations,
             messages.GetRetained: self._retention,
             messages.GetExpected: self._inventory,
             messages.StageLoads: self._loads.report,
-            messages.PromptFeatures: self._described,
+            messages.PromptFeatures: self._feature_requests.receive,
             messages.Join: self._training.join,
             messages.GetBatch: self._training.next_batch,
             messages.CheckBatch: self._training.check_batch,
@@ -439,9 +439,6 @@ class Service:
 
     # --- shards and the parameter server ---------------------------------------------------------------------
 
-    def _operate(self, call: Call, body: messages.Operations) -> None:
-        self._operations.operations(call, body)
-
     def _retention(self, call: Call, body: messages.GetRetained) -> None:
         machine = self._interpreter.machine
         keep = [group for group in body.groups if machine.must_keep(group)]
@@ -451,9 +448,6 @@ class Service:
         expected = self._interpreter.machine.expected(body.shard, body.after, MAX_EXPECTED)
         groups, shas = [group for group, _ in expected], [sha for _, sha in expected]
         self._replies.add(call, messages.Expected(groups=groups, shas=shas))
-
-    def _described(self, call: Call, body: messages.PromptFeatures) -> None:
-        self._feature_requests.receive(call, body, self._clock.now_ms())
 
     def _versions_in_use(self, call: Call, _: messages.GetRetainedVersions) -> None:
         machine = self._interpreter.machine

@@ -37,6 +37,7 @@ from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.model_limits import CurrentModelLimits
 from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 from staleflow.servers.scheduler.ledger.rejects import Rejects
+from staleflow.servers.scheduler.long_polls import LongPolls
 
 log = logging.getLogger(__name__)
 
@@ -56,17 +57,6 @@ class JoinRequest(msgspec.Struct, frozen=True, array_like=True):
     term: TrainerTerm
 
 
-class WaitingCall:
-    """An open call of a rank that waits for the batch of a step, or for groups of it."""
-
-    __slots__ = ("body", "call", "due_ms")
-
-    def __init__(self, call: Call, body: GetBatch | GetClaims, now_ms: int) -> None:
-        self.call = call
-        self.body = body
-        self.due_ms = now_ms + min(body.wait_ms, 60_000)
-
-
 class Training:
     """Handles the requests of the trainer."""
 
@@ -83,7 +73,8 @@ class Training:
         self._replies = replies
         self._rejects = rejects
         self._why = why
-        self._waiting: list[WaitingCall] = []
+        self._waiting = LongPolls[GetBatch | GetClaims](interpreter.clock.now_ms)
+        """Calls of ranks that wait for the batch of a step, or for groups of it."""
         self._sealed = False
         self._end = steps
         self._model_limits = model_limits
@@ -108,7 +99,7 @@ class Training:
     def is_trainer_waiting(self) -> bool:
         """Return whether the trainer waits for its current step; a request for a later step is prefetch."""
         step = Step(self._interpreter.machine.version)
-        return any(waiting.body.step == step for waiting in self._waiting)
+        return any(body.step == step for body in self._waiting)
 
     def join(self, call: Call, body: Join) -> None:
         machine = self._interpreter.machine
@@ -148,7 +139,7 @@ class Training:
                 call, Code.STALE, f"step {body.step} is consumed; version {machine.version} is published"
             )
             return
-        self._waiting.append(WaitingCall(call, body, self._interpreter.clock.now_ms()))
+        self._waiting.add(call, body)
         self._end = max(self._end, body.step + 1)
         self._sealed = True
 
@@ -182,24 +173,21 @@ class Training:
 
     def deliver(self) -> None:
         """Reply to the calls whose batch is sealed or whose groups can be claimed; refuse fenced callers."""
-        if not self._sealed and not any(isinstance(waiting.body, GetClaims) for waiting in self._waiting):
-            return
-        self._sealed = False
+        if self._sealed or any(isinstance(body, GetClaims) for body in self._waiting):
+            self._sealed = False
+            self._waiting.settle(self._deliver)
+
+    def _deliver(self, call: Call, body: GetBatch | GetClaims) -> bool:
         machine = self._interpreter.machine
-        remaining: list[WaitingCall] = []
-        for waiting in self._waiting:
-            call, body = waiting.call, waiting.body
-            if call.done:
-                continue
-            if body.trainer_term != machine.trainer_term:
-                self._fenced(call, body.trainer_term)
-            elif isinstance(body, GetClaims) and self._handle_claims(call, body):
-                continue
-            elif (sealed := machine.sealed_batch(body.step)) is not None:
-                self._deliver_batch(waiting, sealed)
-            else:
-                remaining.append(waiting)
-        self._waiting = remaining
+        if body.trainer_term != machine.trainer_term:
+            self._fenced(call, body.trainer_term)
+        elif isinstance(body, GetClaims) and self._handle_claims(call, body):
+            pass
+        elif (sealed := machine.sealed_batch(body.step)) is not None:
+            self._deliver_batch(call, body, sealed)
+        else:
+            return False
+        return True
 
     def _handle_claims(self, call: Call, body: GetClaims) -> bool:
         """Claim groups for a ``GetClaims``.
@@ -231,15 +219,14 @@ class Training:
         )
         return True
 
-    def _deliver_batch(self, waiting: WaitingCall, sealed: Sealed) -> None:
-        body = waiting.body
+    def _deliver_batch(self, call: Call, body: GetBatch | GetClaims, sealed: Sealed) -> None:
         outcome = self._interpreter.apply(
             events.Deliver(batch=sealed.batch, trainer_term=body.trainer_term, rank=body.rank)
         )
-        if self._refuse(waiting.call, outcome):
+        if self._refuse(call, outcome):
             return
         delivered = next(effect for effect in outcome if isinstance(effect, Delivered))
-        self._replies.add(waiting.call, self._batch(sealed, delivered.attempt))
+        self._replies.add(call, self._batch(sealed, delivered.attempt))
 
     def _batch(self, sealed: Sealed, attempt: int) -> Batch:
         return Batch(
@@ -254,13 +241,14 @@ class Training:
 
     def answer_due(self, now: int) -> None:
         """Refuse the calls whose wait time has passed, with the reason why their step waits."""
-        late = [waiting for waiting in self._waiting if waiting.due_ms <= now]
-        if late:
-            why = self._why()  # built once for all ranks; they request the batch again at once
-            self._waiting = [waiting for waiting in self._waiting if waiting.due_ms > now]
-            for waiting in late:
-                if not waiting.call.done:
-                    waiting.call.refuse(Code.BUSY, why, retry_after_ms=1)
+        why = ""
+
+        def refuse(call: Call) -> None:
+            nonlocal why
+            why = why or self._why()  # built once for all ranks; they request the batch again at once
+            call.refuse(Code.BUSY, why, retry_after_ms=1)
+
+        self._waiting.end(refuse, now)
 
     def end(self, why: str) -> None:
         """Reply ``NoMoreBatches`` to the trainer if its step is not sealed although no group is in flight.
@@ -270,18 +258,18 @@ class Training:
         machine = self._interpreter.machine
         if machine.next_step > machine.version + 1:
             return
-        over = [waiting for waiting in self._waiting if waiting.body.step >= machine.next_step]
-        self._waiting = [waiting for waiting in self._waiting if waiting.body.step < machine.next_step]
-        for waiting in over:
-            if not waiting.call.done:
-                self._replies.add(waiting.call, NoMoreBatches(why=why))
+
+        def reply(call: Call, body: GetBatch | GetClaims) -> bool:
+            if body.step < machine.next_step:
+                return False
+            self._replies.add(call, NoMoreBatches(why=why))
+            return True
+
+        self._waiting.settle(reply)
 
     def give_up(self, why: str) -> None:
         """Refuse all waiting calls: no further batch is possible."""
-        waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            if not one.call.done:
-                one.call.refuse(Code.DENIED, why)
+        self._waiting.end(lambda call: call.refuse(Code.DENIED, why))
 
     def register_version(self, call: Call, body: RegisterVersion) -> None:
         if body.batch is None and body.version != 0:

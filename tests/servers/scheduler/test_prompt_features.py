@@ -27,14 +27,14 @@ class World:
         registry = Registry(2, WALL)
         for name, role in (("a", "trajectories"), ("b", "trajectories"), ("r", "rollout")):
             registry.attach(Attach(worker=WorkerId(name), name=name, role=role, shard=name == "b"))
-        self.describing = PromptFeatureRequests(self.prompts, registry)
+        self.describing = PromptFeatureRequests(self.prompts, registry, lambda: self.now_ms)
         self.now_ms = 0
         self.endpoint = MemoryEndpoint(self._take, lambda answer: answer())
         self.heard: dict[str, list[Reply]] = {"a": [], "b": [], "r": []}
 
     def _take(self, call: Call) -> None:
         assert isinstance(call.body, PromptFeatures)
-        self.describing.receive(call, call.body, self.now_ms)
+        self.describing.receive(call, call.body)
 
     def bring(self, name: str, rows: list[int] | None = None, features: Array | None = None) -> None:
         """Report features of ``rows``, and wait for the next request."""
