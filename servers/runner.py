@@ -1,13 +1,13 @@
-"""Runner shared by the trajectory servers and the parameter server: attach to the scheduler and serve until stopped.
+"""Base of the trajectory servers, the parameter server and the relays: attach to the scheduler and serve until stopped.
 
 The scheduler stores each attachment, so a server sends ``Attach`` once; server and scheduler may start in either order.
 On shutdown, replies in progress have ``SHUTDOWN_TIMEOUT_S`` to finish, then the remaining tasks are cancelled.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -18,7 +18,10 @@ from staleflow.net.errors import Refused, RunOver
 from staleflow.net.transport import SOCKETS, Transport
 from staleflow.process import readiness
 from staleflow.process.daemon import Stop
-from staleflow.protocols.wire.messages import Attach, AttachReply
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.wire.codec import Data, ProtocolError
+from staleflow.protocols.wire.messages import Attach, AttachReply, Reply
+from staleflow.store.disk_errors import Scarce
 
 SHUTDOWN_TIMEOUT_S = 3.0
 """Time that running tasks have to finish during shutdown."""
@@ -49,17 +52,65 @@ class Tasks:
             task.cancel()
 
 
-class Service(Protocol):
-    """Interface of a server that ``serve_attached`` runs."""
+Answer = Reply | tuple[Reply, Sequence[Data]]
+"""A reply, or a reply and its frames."""
+Handled = Answer | Coroutine[Any, Any, Answer] | None
+"""An answer, a coroutine that returns it, or None if the call is kept and answered later."""
 
-    def on_call(self, call: Call) -> None: ...
-    def on_drained(self) -> None: ...
-    def on_gone(self, peer: str) -> None: ...
+
+class Service:
+    """Base of a server that ``serve_attached`` runs. Owned by one event loop."""
+
+    def __init__(self, tasks: Tasks, *, retry_ms: int) -> None:
+        """``retry_ms``: delay that is sent with a ``BUSY`` reply."""
+        self._tasks = tasks
+        self._retry_ms = retry_ms
+
+    def handle(self, call: Call) -> Handled:
+        """Handle a request by its type. May raise ``Refused``, ``ProtocolError`` or ``Scarce``."""
+        raise NotImplementedError
+
+    def on_call(self, call: Call) -> None:
+        """Serve one request. A coroutine runs as a task, so the loop never waits for it."""
+        try:
+            answer = self.handle(call)
+        except (Refused, ProtocolError, Scarce) as error:
+            self._refuse(call, error)
+            return
+        if isinstance(answer, Coroutine):
+            self._tasks.start(self._reply_later(call, answer))
+        elif answer is not None:
+            _reply(call, answer)
+
+    async def _reply_later(self, call: Call, answer: Coroutine[Any, Any, Answer]) -> None:
+        try:
+            _reply(call, await answer)
+        except (Refused, ProtocolError, Scarce) as error:
+            self._refuse(call, error)
+
+    def _refuse(self, call: Call, error: Refused | ProtocolError | Scarce) -> None:
+        if isinstance(error, Scarce):
+            error = Refused(Code.BUSY, str(error))
+        call.refuse(error.code, error.detail, retry_after_ms=self._retry_ms if error.code is Code.BUSY else 0)
+
+    def on_drained(self) -> None:
+        """Finish the requests of one drain of the socket, such as by one commit for all of them."""
+
+    def on_gone(self, peer: str) -> None:
+        """Release what a lost peer had."""
+
     async def work(self) -> None:
         """Do the work that needs the scheduler; started once this server is attached, runs until cancelled."""
 
     def drain(self) -> None:
         """Accept no new requests; reply to the requests that are only waiting."""
+
+
+def _reply(call: Call, answer: Answer) -> None:
+    if isinstance(answer, tuple):
+        call.reply(*answer)
+    else:
+        call.reply(answer)
 
 
 async def serve_attached(

@@ -30,13 +30,13 @@ from staleflow.servers.parameters.versions import (
     About,
     CorruptVersion,
     NoRoom,
-    Scarce,
     Staged,
     Stored,
     Unwritable,
     VersionKey,
     Versions,
 )
+from staleflow.store.disk_errors import Scarce
 
 log = logging.getLogger(__name__)
 

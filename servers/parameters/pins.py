@@ -1,5 +1,6 @@
 """Pins of versions by workers. A pinned version is not deleted."""
 
+from staleflow.protocols.wire.messages import Unpin
 from staleflow.servers.parameters.versions import VersionKey
 
 MAX_OF_ONE = 16
@@ -44,6 +45,11 @@ class Pins:
             oldest = next(iter(versions))
             for other in tuple(versions[oldest]):
                 self.remove(other, oldest)
+
+    def release(self, ask: Unpin) -> None:
+        """Remove a pin, or keep its version only as a base, as a reader requests."""
+        release = self.keep_as_base if ask.base else self.remove
+        release(ask.worker, VersionKey(ask.lineage, ask.version))
 
     def keep_as_base(self, worker: str, key: VersionKey) -> None:
         """Keep the version only as a base of the worker's next delta, if the worker has pinned it."""

@@ -8,9 +8,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 from staleflow.configs.errors import ConfigError
@@ -22,7 +21,6 @@ from staleflow.net.errors import Refused
 from staleflow.process.host import boot_id
 from staleflow.process.rate_limited_log import RateLimitedLog
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.manifest import MAX_BYTES, check
 from staleflow.protocols.wire.messages import (
     BeginPublish,
@@ -39,7 +37,6 @@ from staleflow.protocols.wire.messages import (
     ManifestReply,
     PublishChunk,
     RegisterVersionReply,
-    Reply,
     Sources,
     Status,
     Unpin,
@@ -50,8 +47,9 @@ from staleflow.servers.parameters.deltas import Deltas
 from staleflow.servers.parameters.tree import Tree
 from staleflow.servers.parameters.turns import Turns
 from staleflow.servers.parameters.uploads import Upload, Uploads
-from staleflow.servers.parameters.versions import About, NoRoom, Scarce, Stored, VersionKey, Versions
-from staleflow.servers.runner import Tasks
+from staleflow.servers.parameters.versions import About, NoRoom, Stored, VersionKey, Versions
+from staleflow.servers.runner import Answer, Handled, Service, Tasks
+from staleflow.store.disk_errors import Scarce
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +66,8 @@ class Direct(NamedTuple):
     peer: str
 
 
-class ParameterService:
-    """Dispatch every call of the parameter server. Owned by one event loop."""
+class ParameterService(Service):
+    """The parameter server without its socket."""
 
     def __init__(
         self,
@@ -82,8 +80,8 @@ class ParameterService:
         delta: DeltaKind = "compressed",
         budget_bytes: int = 0,
     ) -> None:
+        super().__init__(tasks, retry_ms=BUSY_MS)
         self._versions = versions
-        self._tasks = tasks
         self._chunk_bytes = chunk_bytes
         self._catalog = Catalog(versions, scheduler, keep_versions=keep_versions, budget_bytes=budget_bytes)
         self._uploads = Uploads(versions)
@@ -97,19 +95,30 @@ class ParameterService:
         self._log_limit = RateLimitedLog()
         self._draining = False
 
-    # Calls -----------------------------------------------------------------------------------------------------------
-
-    def on_call(self, call: Call) -> None:
-        """Reply now, or start the task that will."""
-        try:
-            self._dispatch(call)
-        except Refused as refusal:
-            _refuse(call, refusal)
-        except ProtocolError as error:
-            call.refuse(error.code, error.detail)
-
-    def on_drained(self) -> None:
-        """No batching across messages in this server."""
+    def handle(self, call: Call) -> Handled:
+        match call.body:
+            case GetManifest() as ask:
+                return self._manifest(call, ask)
+            case GetChunk() as ask:
+                return self._chunk(call, ask)
+            case GetDelta() as ask:
+                return self._delta(call, ask)
+            case Unpin() as ask:
+                return self._unpin(call, ask)
+            case BeginPublish() as ask:
+                return self._begin(call, ask)
+            case PublishChunk() as ask:
+                return self._write(call, ask)
+            case CommitPublish() as ask:
+                return self._commit(call, ask)
+            case JoinRelays() as ask:
+                return self._join(call, ask)
+            case GetSources() as ask:
+                return self._sources(call, ask)
+            case GetStatus():
+                return self._status()
+            case _:
+                raise Refused(Code.DENIED, f"the parameter server does not serve {type(call.body).__name__}")
 
     def drain(self) -> None:
         """Reject new uploads; those in progress may finish."""
@@ -123,57 +132,9 @@ class ParameterService:
         if self._direct is not None and self._direct.peer == peer:
             self._direct = None
 
-    def _dispatch(self, call: Call) -> None:
-        match call.body:
-            case GetManifest() as ask:
-                key = VersionKey(ask.lineage, ask.version)
-                stored = self._catalog.find(key)
-                self._catalog.pins.add(
-                    ask.worker, key, call.key
-                )  # before the task starts: a later Unpin must find the pin
-                self._later(call, partial(self._manifest, ask, key, stored))
-            case GetChunk() as ask:
-                self._later_chunk(call, ask)
-            case GetDelta() as ask:
-                self._later_delta(call, ask)
-            case Unpin() as ask:
-                unpin = self._catalog.pins.keep_as_base if ask.base else self._catalog.pins.remove
-                unpin(ask.worker, VersionKey(ask.lineage, ask.version))
-                call.reply(Done())
-            case BeginPublish() as ask:
-                self._later(call, partial(self._begin, call.peer, ask))
-            case PublishChunk() as ask:
-                self._later(call, partial(self._write, call, ask))
-            case CommitPublish() as ask:
-                self._later(call, partial(self._commit, call.peer, ask))
-            case JoinRelays() as ask:
-                call.reply(self._join(call.peer, ask))
-            case GetSources() as ask:
-                call.reply(Sources(endpoints=self._tree.sources(call.peer, ask.host)))
-            case GetStatus():
-                values = {"versions": self._catalog.status(), "uploads": len(self._uploads)}
-                call.reply(Status(values=values | {"relays": self._tree.status()}))
-            case _:
-                call.refuse(Code.DENIED, f"the parameter server does not serve {type(call.body).__name__}")
-
-    def _later(self, call: Call, make_reply: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
-        async def respond() -> None:
-            try:
-                reply = await make_reply()
-            except Refused as refusal:
-                _refuse(call, refusal)
-            except ProtocolError as error:
-                call.refuse(error.code, error.detail)
-            except Scarce as error:
-                _refuse(call, Refused(Code.BUSY, str(error)))
-            else:
-                call.reply(reply)
-
-        self._tasks.start(respond())
-
     # Publishing ------------------------------------------------------------------------------------------------------
 
-    async def _begin(self, peer: str, ask: BeginPublish) -> BeginPublishReply:
+    async def _begin(self, call: Call, ask: BeginPublish) -> BeginPublishReply:
         if self._draining:
             raise Refused(Code.BUSY, "the parameter server is draining")
         if not 0 <= ask.nbytes <= MAX_BYTES:
@@ -181,11 +142,11 @@ class ParameterService:
         if self._uploads.is_newest(ask.trainer_term):
             await self._catalog.check_begun(ask.trainer_term)
         async with self._beginning:
-            upload = await self._uploads.resume(peer, ask)
+            upload = await self._uploads.resume(call.peer, ask)
             if upload is None:
                 key = VersionKey(ask.lineage, ask.version)
                 staged = await self._catalog.stage(key, ask.nbytes, self._uploads.nbytes)
-                upload = self._uploads.add(peer, ask, staged)
+                upload = self._uploads.add(call.peer, ask, staged)
         return BeginPublishReply(upload=upload.number, path=str(upload.staged.path.resolve()), host=boot_id())
 
     async def _write(self, call: Call, ask: PublishChunk) -> Done:
@@ -207,7 +168,7 @@ class ParameterService:
             raise Refused(Code.BUSY, str(error)) from error
         return Done()
 
-    async def _commit(self, peer: str, ask: CommitPublish) -> RegisterVersionReply:
+    async def _commit(self, call: Call, ask: CommitPublish) -> RegisterVersionReply:
         """Commit an upload, or return the outcome of an earlier commit of it."""
         check(ask.manifest)
         if ask.direct:
@@ -215,7 +176,7 @@ class ParameterService:
         upload = self._uploads.find(ask.upload)
         about = upload.commit(ask.manifest)
         if ask.direct:  # before registration: readers may come as soon as the scheduler knows the version
-            self._direct = Direct(about.key, ask.direct, peer)
+            self._direct = Direct(about.key, ask.direct, call.peer)
         if upload.committing is None:
             publishing = self._publish(upload, about, in_place=ask.in_place)
             upload.committing = self._tasks.start(_outcome(publishing))
@@ -244,71 +205,71 @@ class ParameterService:
 
     # Pulling ---------------------------------------------------------------------------------------------------------
 
-    async def _manifest(self, ask: GetManifest, key: VersionKey, stored: Stored) -> ManifestReply:
+    def _manifest(self, call: Call, ask: GetManifest) -> Coroutine[Any, Any, ManifestReply]:
+        key = VersionKey(ask.lineage, ask.version)
+        stored = self._catalog.find(key)
+        # Pinned before the coroutine starts: an Unpin that follows the request must find the pin.
+        self._catalog.pins.add(ask.worker, key, call.key)
+        return self._verified_manifest(ask, key, stored)
+
+    async def _verified_manifest(self, ask: GetManifest, key: VersionKey, stored: Stored) -> ManifestReply:
         await self._catalog.verified(ask.worker, key, stored, doubted=ask.doubted)
         direct = self._direct.endpoint if self._direct is not None and self._direct.key == key else ""
         path = str(stored.path.resolve())
         return ManifestReply(manifest=stored.about.manifest, path=path, host=boot_id(), direct=direct)
 
-    def _later_chunk(self, call: Call, ask: GetChunk) -> None:
-        """Reply with one chunk, at most ``chunk_bytes`` of the requested bytes."""
+    def _unpin(self, _: Call, ask: Unpin) -> Done:
+        self._catalog.pins.release(ask)
+        return Done()
+
+    async def _chunk(self, call: Call, ask: GetChunk) -> Answer:
+        """Return at most ``chunk_bytes`` of the requested bytes."""
         key = VersionKey(ask.lineage, ask.version)
         stored = self._catalog.find(key)
         size = stored.about.manifest.nbytes
         if ask.nbytes < 1 or not 0 <= ask.offset < size:
             raise Refused(Code.MALFORMED, f"{ask.nbytes} bytes at {ask.offset} are outside a version of {size} bytes")
-
-        self._pieces.begin(call.peer)
-
-        async def respond() -> None:
+        with self._pieces.turn(call.peer):
             nbytes = min(ask.nbytes, self._chunk_bytes)
             try:
                 data = await asyncio.to_thread(self._versions.read, stored, ask.offset, nbytes)
             except FileNotFoundError:  # not pinned, and deleted in the meantime
                 data = b""
-            except Scarce as error:
-                _refuse(call, Refused(Code.BUSY, str(error)))
-                return
+            except Scarce:
+                raise
             except OSError as error:
-                _refuse(call, self._catalog.quarantined(key, stored, error))
-                return
-            finally:
-                self._pieces.end(call.peer)
-            if data:
-                call.reply(Chunk(offset=ask.offset), [data])
-            else:
-                call.refuse(Code.BAD_VERSION, f"{stored.path.name} is gone, or ends before byte {ask.offset}")
+                raise self._catalog.quarantined(key, stored, error) from error
+        if not data:
+            raise Refused(Code.BAD_VERSION, f"{stored.path.name} is gone, or ends before byte {ask.offset}")
+        return Chunk(offset=ask.offset), [data]
 
-        self._tasks.start(respond())
-
-    def _later_delta(self, call: Call, ask: GetDelta) -> None:
-        """Reply with a delta from a version that the reader has. If that version is gone, the reader fetches the new
-        one whole."""
+    async def _delta(self, call: Call, ask: GetDelta) -> Answer:
+        """Return a delta from a version that the reader has. If that version is gone, the reader fetches the new one
+        whole."""
         old = self._catalog.find(VersionKey(ask.base_lineage, ask.base_version))
         new = self._catalog.find(VersionKey(ask.lineage, ask.version))
         self._deltas.check(ask, old.about.manifest, new.about.manifest)
-        self._pieces.begin(call.peer)
-
-        async def respond() -> None:
+        with self._pieces.turn(call.peer):
             try:
-                delta = await self._deltas.make(ask, old, new)
+                return Chunk(offset=ask.offset), [await self._deltas.make(ask, old, new)]
             except OSError as error:  # whichever of the two is bad: a read of the whole version will show it
-                call.refuse(Code.BAD_VERSION, str(error))
-            else:
-                call.reply(Chunk(offset=ask.offset), [delta])
-            finally:
-                self._pieces.end(call.peer)
+                raise Refused(Code.BAD_VERSION, str(error)) from error
 
-        self._tasks.start(respond())
-
-    def _join(self, peer: str, ask: JoinRelays) -> Sources:
+    def _join(self, call: Call, ask: JoinRelays) -> Sources:
         """Add or refresh a relay in the tree and return its sources."""
         if self._draining or not self.run:
             raise Refused(Code.BUSY, "the parameter server is starting, or draining")
         if ask.run != self.run:
             raise Refused(Code.CONFLICT, f'the relay is of run "{ask.run}"; this is run "{self.run}"')
         _check_endpoint(ask.endpoint)
-        return Sources(endpoints=self._tree.join(peer, ask.endpoint, ask.host))
+        return Sources(endpoints=self._tree.join(call.peer, ask.endpoint, ask.host))
+
+    def _sources(self, call: Call, ask: GetSources) -> Sources:
+        return Sources(endpoints=self._tree.sources(call.peer, ask.host))
+
+    def _status(self) -> Status:
+        values = {"versions": self._catalog.status(), "uploads": len(self._uploads)}
+        return Status(values=values | {"relays": self._tree.status()})
 
     async def work(self) -> None:
         """Recover the versions in the folder, then delete unneeded ones until cancelled."""
@@ -336,7 +297,3 @@ def _check_endpoint(endpoint: str) -> None:
         check_connect(endpoint)
     except ConfigError as error:
         raise Refused(Code.MALFORMED, str(error)) from error
-
-
-def _refuse(call: Call, refusal: Refused) -> None:
-    call.refuse(refusal.code, refusal.detail, retry_after_ms=BUSY_MS if refusal.code is Code.BUSY else 0)

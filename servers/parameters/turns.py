@@ -2,6 +2,8 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
@@ -22,17 +24,18 @@ class Turns:
         self._most = most
         self._of = Counter[str]()
 
-    def begin(self, peer: str) -> None:
-        """Count one more request. Raise ``Refused`` with ``BUSY`` at the limit."""
+    @contextmanager
+    def turn(self, peer: str) -> Generator[None]:
+        """Count a request of a peer while it is in progress. Raise ``Refused`` with ``BUSY`` at the limit."""
         if self._of[peer] >= self._most:
             raise Refused(Code.BUSY, f"{self._of[peer]} requests of this peer are already in progress")
         self._of[peer] += 1
-
-    def end(self, peer: str) -> None:
-        """Count one request less: it was replied to, or its peer is lost."""
-        self._of[peer] -= 1
-        if not self._of[peer]:
-            del self._of[peer]
+        try:
+            yield
+        finally:
+            self._of[peer] -= 1
+            if not self._of[peer]:
+                del self._of[peer]
 
 
 class FullChecks:

@@ -27,7 +27,7 @@ from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, V
 from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.manifest import Digest, check
 from staleflow.protocols.wire.messages import Manifest
-from staleflow.store.disk_errors import spared, state_of
+from staleflow.store.disk_errors import Scarce, spared, state_of
 from staleflow.store.shared_file import SCARCE, hold, take
 from staleflow.trace import run_history
 
@@ -91,10 +91,6 @@ class NoRoom(Exception):
 
 class Unwritable(NoRoom):
     """The disk is read-only or failing. Deleting a version would not help."""
-
-
-class Scarce(OSError):
-    """No descriptor or memory is available to read or write a version. Temporary."""
 
 
 class Versions:

@@ -53,7 +53,7 @@ from staleflow.protocols.wire.messages import (
 from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.protocols.wire.tensors import Array, arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import made_columns
-from staleflow.servers.runner import Tasks
+from staleflow.servers.runner import Answer, Handled, Service, Tasks
 from staleflow.servers.trajectories.holdings import Phase, StoredGroup, place_of
 from staleflow.servers.trajectories.partials import Partials
 from staleflow.servers.trajectories.prompt_features import describe
@@ -119,8 +119,8 @@ class PendingResults:
             self._call.reply(Results(results=results))
 
 
-class TrajectoryService:
-    """Dispatch every call of one trajectory server. Not thread-safe: owned by one event loop."""
+class TrajectoryService(Service):
+    """One trajectory server without its socket."""
 
     def __init__(
         self,
@@ -141,17 +141,17 @@ class TrajectoryService:
         ``samples_started``: samples of a group that migrates. ``limits``: payload limits of the configuration; the
         scheduler adds those of the model. ``describes``: send prompt features to the scheduler.
         """
+        super().__init__(tasks, retry_ms=BUSY_MS)
         self._shard = shard
         self._stage_calls = stage_calls
         self._prompts = prompts
         self._registrar = registrar
         self._scheduler = scheduler
-        self._tasks = tasks
         self._group_size = group_size
         self._samples_started = samples_started
         self._limits = limits
         self._model: ModelLimits | None = None
-        """None until a trainer has join_columns: no worker can have generated anything before that."""
+        """None until a trainer has joined: no worker can have generated anything before that."""
         self._rejects = PushRejects(registrar)
         self._describes = describes
         self._draining = False
@@ -166,14 +166,26 @@ class TrajectoryService:
         """Bytes pushed since the last retention request."""
         self._partials = Partials()
 
-    def on_call(self, call: Call) -> None:
-        """Dispatch a call. The reply is sent immediately, with the commit of this drain, or later by a task."""
-        try:
-            self._dispatch(call)
-        except Refused as refusal:
-            call.refuse(refusal.code, refusal.detail, retry_after_ms=BUSY_MS if refusal.code is Code.BUSY else 0)
-        except ProtocolError as error:
-            call.refuse(error.code, error.detail)
+    def handle(self, call: Call) -> Handled:
+        match call.body:
+            case PushGroups() as ask:
+                return self._push(call, ask)
+            case GetSlab() as ask:
+                return self._slab(call, ask)
+            case GetStageWork() as ask:
+                return self._stage_calls.take(call, ask)
+            case PutStageResults() as ask:
+                return self._finish(call, ask)
+            case GetGroups() as ask:
+                return self._fetch(call, ask)
+            case GetRows() as ask:
+                return self._rows(call, ask)
+            case PutPartial() as ask:
+                return self._put_partial(call, ask)
+            case GetStatus():
+                return self._status()
+            case _:
+                raise Refused(Code.DENIED, f"a trajectory server does not serve {type(call.body).__name__}")
 
     def on_drained(self) -> None:
         """Commit everything that this drain of the socket received."""
@@ -191,32 +203,15 @@ class TrajectoryService:
         self._stage_calls.close()
         self._tasks.start(self._registrar.idle())
 
-    def _dispatch(self, call: Call) -> None:
-        match call.body:
-            case PushGroups() as body:
-                self._push(call, body)
-            case GetSlab() as body:
-                self._slab(call, body)
-            case GetStageWork() as body:
-                self._stage_calls.take(call, body)
-            case PutStageResults() as body:
-                self._finish(call, body)
-            case GetGroups() as body:
-                self._tasks.start(self._fetch(call, body))
-            case GetRows() as body:
-                self._rows(call, body)
-            case PutPartial() as body:
-                if self._model is None:
-                    raise Refused(Code.BUSY, _NO_MODEL)
-                limits, started = self._limits, self._samples_started
-                self._partials.put(Key(body.group, body.lease), body.partial, call.frames, limits, started)
-                call.reply(Done())
-            case GetStatus():
-                call.reply(
-                    Status(values={**self._shard.status(), "rows": len(self._prompts), "partials": len(self._partials)})
-                )
-            case _:
-                call.refuse(Code.DENIED, f"a trajectory server does not serve {type(call.body).__name__}")
+    def _put_partial(self, call: Call, body: PutPartial) -> Done:
+        if self._model is None:
+            raise Refused(Code.BUSY, _NO_MODEL)
+        key = Key(body.group, body.lease)
+        self._partials.put(key, body.partial, call.frames, self._limits, self._samples_started)
+        return Done()
+
+    def _status(self) -> Status:
+        return Status(values={**self._shard.status(), "rows": len(self._prompts), "partials": len(self._partials)})
 
     def row(self, group: GroupId) -> dict[str, Any]:
         """Return the prompt row of a group. Raise ``ProtocolError`` for a negative group number."""
@@ -224,7 +219,7 @@ class TrajectoryService:
             raise ProtocolError(Code.MALFORMED, f"invalid group number: {group}; it must not be negative")
         return self._prompts[group % len(self._prompts)]
 
-    def _rows(self, call: Call, body: GetRows) -> None:
+    def _rows(self, _: Call, body: GetRows) -> Answer:
         """Reply with the prompt rows and migrated partial samples of as many groups as fit.
 
         Partial samples that exceed ``MAX_ROW_BYTES`` are left out, so the worker starts their group from the prompt. A
@@ -253,7 +248,7 @@ class TrajectoryService:
             rows.append(row)
             partials.append(None if samples is None else samples.header)
             frames += () if samples is None else samples.frames
-        call.reply(Rows(rows=rows, partials=partials), frames)
+        return Rows(rows=rows, partials=partials), frames
 
     # Pushes and stage results ----------------------------------------------------------------------------------------
 
@@ -313,14 +308,13 @@ class TrajectoryService:
         self._last_trial_s = now_s
         return ""
 
-    def _slab(self, call: Call, body: GetSlab) -> None:
+    def _slab(self, _: Call, body: GetSlab) -> Slab:
         slabs = self._shard.slabs
         if slabs is None:
-            call.reply(Slab(folder="", name="", nbytes=0, known=[]))
-        elif self._draining:
+            return Slab(folder="", name="", nbytes=0, known=[])
+        if self._draining:
             raise Refused(Code.BUSY, "the trajectory server is draining")
-        else:
-            call.reply(slabs.give(body, self._shard.slab_room()))
+        return slabs.give(body, self._shard.slab_room())
 
     def _finish(self, call: Call, body: PutStageResults) -> None:
         if body.stage not in self._shard.queues:
@@ -350,13 +344,7 @@ class TrajectoryService:
 
     # Fetching --------------------------------------------------------------------------------------------------------
 
-    async def _fetch(self, call: Call, body: GetGroups) -> None:
-        try:
-            await self._reply_groups(call, body)
-        except Refused as refusal:
-            call.refuse(refusal.code, refusal.detail, retry_after_ms=BUSY_MS if refusal.code is Code.BUSY else 0)
-
-    async def _reply_groups(self, call: Call, body: GetGroups) -> None:
+    async def _fetch(self, _: Call, body: GetGroups) -> Answer:
         if len(body.groups) > MAX_ROWS or len(set(body.groups)) < len(body.groups):
             raise Refused(
                 Code.OVERSIZE, f"{len(body.groups)} groups requested; at most {MAX_ROWS} distinct groups at once"
@@ -368,13 +356,10 @@ class TrajectoryService:
         wanted = [await self._wanted(group, sha) for group, sha in zip(body.groups, body.shas, strict=True)]
         maps = body.host == boot_id() and self._shard.slabs is not None
         try:
-            answer, frames = (
-                self._packed(wanted, maps=maps) if maps or body.checks else await self._checked_arrays(wanted)
-            )
+            return self._packed(wanted, maps=maps) if maps or body.checks else await self._checked_arrays(wanted)
         except CorruptRecord as corrupt:
             await self._shard.quarantine(corrupt)
             raise Refused(Code.STALE, f"{corrupt}; it is quarantined") from corrupt
-        call.reply(answer, frames)
 
     def _packed(self, wanted: Sequence[StoredGroup], *, maps: bool) -> tuple[Groups, list[memoryview]]:
         """Return payloads as they are stored, for a reader that checks them. ``maps``: send only the place in a

@@ -32,6 +32,10 @@ _DESCRIPTIONS: Final[dict[str, str]] = {
 }
 
 
+class Scarce(OSError):
+    """No descriptor or memory is available to read or write a file. Temporary."""
+
+
 def state_of(error: BaseException) -> State | None:
     """Return why the disk took no write, or None for an error of another kind. LMDB has the reason in its text only."""
     if isinstance(error, OSError):

@@ -34,13 +34,13 @@ from staleflow.servers.parameters.relay.sources import Upstream
 from staleflow.servers.parameters.versions import (
     About,
     NoRoom,
-    Scarce,
     Staged,
     Stored,
     Unwritable,
     VersionKey,
     Versions,
 )
+from staleflow.store.disk_errors import Scarce
 
 log = logging.getLogger(__name__)
 

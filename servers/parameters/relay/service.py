@@ -10,7 +10,8 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from staleflow.configs.errors import ConfigError
@@ -22,7 +23,6 @@ from staleflow.net.errors import Refused, Unavailable
 from staleflow.process.daemon import Stop
 from staleflow.process.host import boot_id
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.wire.codec import Data
 from staleflow.protocols.wire.messages import (
     Attach,
     AttachReply,
@@ -44,8 +44,9 @@ from staleflow.servers.parameters.pins import Pins
 from staleflow.servers.parameters.relay.arrivals import Arrivals
 from staleflow.servers.parameters.relay.sources import Upstream
 from staleflow.servers.parameters.turns import FullChecks, Turns
-from staleflow.servers.parameters.versions import CorruptVersion, Scarce, VersionKey, Versions
-from staleflow.servers.runner import Tasks
+from staleflow.servers.parameters.versions import CorruptVersion, VersionKey, Versions
+from staleflow.servers.runner import Answer, Handled, Service, Tasks
+from staleflow.store.disk_errors import Scarce
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +61,8 @@ SCHEDULER_TIMEOUT_S = 60.0
 """Silence of the scheduler after which the run is considered gone."""
 
 
-class RelayService:
-    """Dispatch every call of a relay. Owned by one event loop."""
+class RelayService(Service):
+    """A relay without its socket."""
 
     def __init__(
         self,
@@ -75,10 +76,10 @@ class RelayService:
         chunk_bytes: int,
         delta: DeltaKind,
     ) -> None:
+        super().__init__(tasks, retry_ms=BUSY_MS)
         self._versions = versions
         self._scheduler = scheduler
         self._upstream = upstream
-        self._tasks = tasks
         self._stop = stop
         self._chunk_bytes = chunk_bytes
         self._deltas = Deltas(versions, delta)
@@ -94,84 +95,47 @@ class RelayService:
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
-    def on_call(self, call: Call) -> None:
-        """Reply now, or start the task that will."""
+    def handle(self, call: Call) -> Handled:
         match call.body:
             case GetManifest() as ask:
-                self._later_manifest(call, ask)
+                return self._manifest(call, ask)
             case GetChunk() as ask:
-                self._later_piece(call, ask.offset, self._chunk(ask))
+                return self._chunk(call, ask)
             case GetDelta() as ask:
-                self._later_piece(call, ask.offset, self._delta(ask))
+                return self._delta(call, ask)
             case Unpin() as ask:
-                unpin = self._pins.keep_as_base if ask.base else self._pins.remove
-                unpin(ask.worker, VersionKey(ask.lineage, ask.version))
-                call.reply(Done())
+                return self._unpin(call, ask)
             case GetStatus():
-                call.reply(Status(values=self._status()))
+                return self._status()
             case _:
-                call.refuse(Code.DENIED, f"a relay does not serve {type(call.body).__name__}")
-
-    def on_drained(self) -> None:
-        """No batching across messages in a relay."""
-
-    def drain(self) -> None:
-        """Nothing to stop: requests in progress may finish."""
+                raise Refused(Code.DENIED, f"a relay does not serve {type(call.body).__name__}")
 
     def on_gone(self, peer: str) -> None:
         """Remove the pins of a lost reader."""
         self._pins.forget(peer)
 
-    def _later_manifest(self, call: Call, ask: GetManifest) -> None:
-        try:
-            self._manifests.begin(call.peer)
-        except Refused as refusal:
-            _refuse(call, refusal)
-            return
-        self._pins.add(ask.worker, VersionKey(ask.lineage, ask.version), call.key)
+    def _unpin(self, _: Call, ask: Unpin) -> Done:
+        self._pins.release(ask)
+        return Done()
 
-        async def respond() -> None:
-            try:
-                call.reply(await self._manifest(ask))
-            except Refused as refusal:
-                _refuse(call, refusal)
-            finally:
-                self._manifests.end(call.peer)
+    def _manifest(self, call: Call, ask: GetManifest) -> Coroutine[Any, Any, ManifestReply]:
+        with ExitStack() as resources:
+            resources.enter_context(self._manifests.turn(call.peer))
+            # Pinned before the coroutine starts: an Unpin that follows the request must find the pin.
+            self._pins.add(ask.worker, VersionKey(ask.lineage, ask.version), call.key)
+            return self._arrived_manifest(ask, resources.pop_all())
 
-        self._tasks.start(respond())
-
-    def _later_piece(self, call: Call, offset: int, piece: Coroutine[Any, Any, Data]) -> None:
-        try:
-            self._pieces.begin(call.peer)
-        except Refused as refusal:
-            piece.close()
-            _refuse(call, refusal)
-            return
-
-        async def respond() -> None:
-            try:
-                data = await piece
-            except Refused as refusal:
-                _refuse(call, refusal)
-            except OSError as error:  # not pinned and deleted in the meantime, or unreadable
-                call.refuse(Code.BAD_VERSION, str(error))
-            else:
-                call.reply(Chunk(offset=offset), [data])
-            finally:
-                self._pieces.end(call.peer)
-
-        self._tasks.start(respond())
-
-    async def _manifest(self, ask: GetManifest) -> ManifestReply:
+    async def _arrived_manifest(self, ask: GetManifest, turn: ExitStack) -> ManifestReply:
         key = VersionKey(ask.lineage, ask.version)
-        try:
-            if ask.doubted:
-                await self._verify(key)
-            manifest = await self._arrivals.manifest(key)
-            path = await self._path(key, may_wait=ask.host == boot_id())
-        except Refused:
-            self._pins.remove(ask.worker, key)
-            raise
+        with turn:
+            try:
+                if ask.doubted:
+                    await self._verify(key)
+                manifest = await self._arrivals.manifest(key)
+                path = await self._path(key, may_wait=ask.host == boot_id())
+            except Refused:
+                self._pins.remove(ask.worker, key)
+                raise
         return ManifestReply(manifest=manifest, path=path, host=boot_id())
 
     async def _verify(self, key: VersionKey) -> None:
@@ -199,25 +163,37 @@ class RelayService:
         except TimeoutError:
             return ""
 
-    async def _chunk(self, ask: GetChunk) -> Data:
+    async def _chunk(self, call: Call, ask: GetChunk) -> Answer:
         key = VersionKey(ask.lineage, ask.version)
-        size = (await self._arrivals.manifest(key)).nbytes
-        if ask.nbytes < 1 or not 0 <= ask.offset < size:
-            raise Refused(Code.MALFORMED, f"{ask.nbytes} bytes at {ask.offset} are outside a version of {size} bytes")
-        data = await self._arrivals.read(key, ask.offset, min(ask.nbytes, self._chunk_bytes))
+        with self._turn(call):
+            size = (await self._arrivals.manifest(key)).nbytes
+            if ask.nbytes < 1 or not 0 <= ask.offset < size:
+                outside = f"{ask.nbytes} bytes at {ask.offset} are outside a version of {size} bytes"
+                raise Refused(Code.MALFORMED, outside)
+            data = await self._arrivals.read(key, ask.offset, min(ask.nbytes, self._chunk_bytes))
         if not data:
-            raise FileNotFoundError(f"{key} ends before byte {ask.offset}")
-        return data
+            raise Refused(Code.BAD_VERSION, f"{key} ends before byte {ask.offset}")
+        return Chunk(offset=ask.offset), [data]
 
-    async def _delta(self, ask: GetDelta) -> bytes:
+    async def _delta(self, call: Call, ask: GetDelta) -> Answer:
         base = VersionKey(ask.base_lineage, ask.base_version)
-        if (old := self._versions.stored.get(base)) is None:
-            raise Refused(Code.BAD_VERSION, f"{base} is not here")
-        manifest = await self._arrivals.manifest(VersionKey(ask.lineage, ask.version))
-        self._deltas.check(ask, old.about.manifest, manifest)
-        return await self._deltas.make(ask, old, await self._arrivals.span(ask))
+        with self._turn(call):
+            if (old := self._versions.stored.get(base)) is None:
+                raise Refused(Code.BAD_VERSION, f"{base} is not here")
+            manifest = await self._arrivals.manifest(VersionKey(ask.lineage, ask.version))
+            self._deltas.check(ask, old.about.manifest, manifest)
+            return Chunk(offset=ask.offset), [await self._deltas.make(ask, old, await self._arrivals.span(ask))]
 
-    def _status(self) -> dict[str, Any]:
+    @contextmanager
+    def _turn(self, call: Call) -> Generator[None]:
+        """Count the request, and refuse it if its version was deleted in the meantime or is unreadable."""
+        with self._pieces.turn(call.peer):
+            try:
+                yield
+            except OSError as error:
+                raise Refused(Code.BAD_VERSION, str(error)) from error
+
+    def _status(self) -> Status:
         versions = [
             {
                 "lineage": key.lineage,
@@ -228,7 +204,7 @@ class RelayService:
             }
             for key, stored in sorted(self._versions.stored.items())
         ]
-        return {"versions": versions, "coming": len(self._arrivals), "from": self._upstream.above}
+        return Status(values={"versions": versions, "coming": len(self._arrivals), "from": self._upstream.above})
 
     # Membership -----------------------------------------------------------------------------------------------------
 
@@ -278,7 +254,3 @@ class RelayService:
             if attached.parameters:
                 return self.hello, attached
             await asyncio.sleep(JOIN_INTERVAL_S)
-
-
-def _refuse(call: Call, refusal: Refused) -> None:
-    call.refuse(refusal.code, refusal.detail, retry_after_ms=BUSY_MS if refusal.code is Code.BUSY else 0)

@@ -29,6 +29,7 @@ from staleflow.servers.parameters.relay.arrivals import Arrivals
 from staleflow.servers.parameters.relay.service import RelayService
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.versions import Stored, VersionKey, Versions
+from staleflow.servers.runner import Handled
 from tests.servers.parameters.relay.growing import RELAY_HOST, Grown, chunk, manifest_of, pulled, same
 from tests.servers.running import Run
 
@@ -161,16 +162,16 @@ async def test_a_relay_that_is_flooded_with_questions_about_nothing_stays(
     monkeypatch.setattr(turns, "MAX_MANIFESTS", most)
     monkeypatch.setattr(relay_sources, "REPLY_TIMEOUT_S", 1.0)
     monkeypatch.setattr(relay_sources, "Client", partial(Client, limits=TransportLimits(max_pending=16)))
-    dispatch = ParameterService._dispatch  # pyright: ignore[reportPrivateUsage]
+    handle = ParameterService.handle
     joined = asyncio.Event()
 
-    def silent(self: ParameterService, call: Call) -> None:
+    def silent(self: ParameterService, call: Call) -> Handled:
         if isinstance(call.body, JoinRelays):
             joined.set()
-        if not isinstance(call.body, GetManifest) or call.body.version < 100:
-            dispatch(self, call)
+        unanswered = isinstance(call.body, GetManifest) and call.body.version >= 100
+        return None if unanswered else handle(self, call)
 
-    monkeypatch.setattr(ParameterService, "_dispatch", silent)
+    monkeypatch.setattr(ParameterService, "handle", silent)
     await grown.grow("relay-0")
     client = await grown.client("relay-0")
     flood = [client.ask(manifest_of(version), ManifestReply, timeout_s=1.0) for version in range(100, 1100)]

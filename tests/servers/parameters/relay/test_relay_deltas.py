@@ -16,6 +16,7 @@ from staleflow.protocols.wire.delta import apply
 from staleflow.protocols.wire.messages import GetDelta, ManifestReply
 from staleflow.servers.parameters.relay.arrivals import Arrivals
 from staleflow.servers.parameters.service import ParameterService
+from staleflow.servers.runner import Answer
 from tests.servers.parameters.relay.growing import LARGE, RELAY_HOST, Grown, manifest_of, pulled, same
 from tests.servers.running import produced
 
@@ -26,20 +27,15 @@ async def test_a_delta_of_a_tensor_is_given_before_the_whole_version_is_here(
     grown: Grown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "DELTA_MAX_BYTES_PER_S", float("inf"))
-    held, later = asyncio.Event(), ParameterService._later_delta  # pyright: ignore[reportPrivateUsage]
+    held, serve = asyncio.Event(), ParameterService._delta  # pyright: ignore[reportPrivateUsage]
     nbytes = LARGE["first"].nbytes
 
-    def late(self: ParameterService, call: Call, ask: GetDelta) -> None:
-        if ask.offset < nbytes:
-            later(self, call, ask)
-        else:
-            self._tasks.start(opened(self, call, ask))  # pyright: ignore[reportPrivateUsage]
+    async def late(self: ParameterService, call: Call, ask: GetDelta) -> Answer:
+        if ask.offset >= nbytes:
+            await held.wait()
+        return await serve(self, call, ask)
 
-    async def opened(self: ParameterService, call: Call, ask: GetDelta) -> None:
-        await held.wait()
-        later(self, call, ask)
-
-    monkeypatch.setattr(ParameterService, "_later_delta", late)
+    monkeypatch.setattr(ParameterService, "_delta", late)
     await grown.grow("relay-0", mb_per_s=50.0)
     client = await grown.client("relay-0")
     await client.ask(manifest_of(0, host=RELAY_HOST), ManifestReply)  # the base is stored

@@ -44,6 +44,7 @@ from staleflow.servers.parameters import tree
 from staleflow.servers.parameters.relay import main as relay_main
 from staleflow.servers.parameters.relay import service as relay
 from staleflow.servers.parameters.service import ParameterService
+from staleflow.servers.runner import Answer
 from tests.servers.running import config_of, eventually
 
 WEIGHTS: dict[str, Array] = {"w": np.random.default_rng(0).random((300, 100), dtype=np.float32)}
@@ -158,13 +159,13 @@ async def test_readers_with_keys_have_the_version_from_a_relay_with_the_servers_
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    later = ParameterService._later_chunk  # pyright: ignore[reportPrivateUsage]
+    serve = ParameterService._chunk  # pyright: ignore[reportPrivateUsage]
 
-    def noted(self: ParameterService, call: Call, ask: GetChunk) -> None:
+    async def noted(self: ParameterService, call: Call, ask: GetChunk) -> Answer:
         asked.append(call.peer.partition(".")[0])
-        later(self, call, ask)
+        return await serve(self, call, ask)
 
-    monkeypatch.setattr(ParameterService, "_later_chunk", noted)
+    monkeypatch.setattr(ParameterService, "_chunk", noted)
     assert (await guarded.endpoint()).startswith("tcp://127.0.0.1:")
     await guarded.publish()
     async with await guarded.reader().pull(Lineage(0), Version(0)) as pulled:

@@ -38,6 +38,7 @@ from staleflow.servers.parameters.relay.arrivals import Arrivals
 from staleflow.servers.parameters.relay.main import attach, folder_of, serve_until
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.versions import NoRoom, VersionKey, Versions
+from staleflow.servers.runner import Answer
 from tests.servers.parameters.relay.growing import LARGE, RELAY_HOST, Grown, chunk, manifest_of, pulled, same
 from tests.servers.running import Run, config_of, eventually, produced
 
@@ -48,13 +49,13 @@ pytestmark = pytest.mark.usefixtures("hosts")
 def root_chunks(monkeypatch: pytest.MonkeyPatch) -> list[GetChunk]:
     """Record every chunk that is requested from the parameter server itself."""
     seen: list[GetChunk] = []
-    later = ParameterService._later_chunk  # pyright: ignore[reportPrivateUsage]
+    serve = ParameterService._chunk  # pyright: ignore[reportPrivateUsage]
 
-    def noted(self: ParameterService, call: Call, ask: GetChunk) -> None:
+    async def noted(self: ParameterService, call: Call, ask: GetChunk) -> Answer:
         seen.append(ask)
-        later(self, call, ask)
+        return await serve(self, call, ask)
 
-    monkeypatch.setattr(ParameterService, "_later_chunk", noted)
+    monkeypatch.setattr(ParameterService, "_chunk", noted)
     return seen
 
 
@@ -87,19 +88,14 @@ async def test_a_relay_below_a_relay_gives_a_tensor_before_the_whole_version_is_
     grown: Grown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tree, "FANOUT", 1)
-    held, later = asyncio.Event(), ParameterService._later_chunk  # pyright: ignore[reportPrivateUsage]
+    held, serve = asyncio.Event(), ParameterService._chunk  # pyright: ignore[reportPrivateUsage]
 
-    def late(self: ParameterService, call: Call, ask: GetChunk) -> None:
-        if ask.offset < LARGE["first"].nbytes:
-            later(self, call, ask)
-        else:
-            self._tasks.start(opened(self, call, ask))  # pyright: ignore[reportPrivateUsage]
+    async def late(self: ParameterService, call: Call, ask: GetChunk) -> Answer:
+        if ask.offset >= LARGE["first"].nbytes:
+            await held.wait()
+        return await serve(self, call, ask)
 
-    async def opened(self: ParameterService, call: Call, ask: GetChunk) -> None:
-        await held.wait()
-        later(self, call, ask)
-
-    monkeypatch.setattr(ParameterService, "_later_chunk", late)
+    monkeypatch.setattr(ParameterService, "_chunk", late)
     for name in ("relay-0", "relay-1", "relay-2"):
         await grown.grow(name)
     assert [str(known["from"])[:7] for known in await grown.tree()] == ["", "relay-0", "relay-1"]
