@@ -130,6 +130,9 @@ class Service:
             lambda for_ms: self._loads.all_fail(self._registry.stage_workers(), for_ms),
             self._registry.name_of,
         )
+        ledger_side = (interpreter, self._replies, self._rejects)
+        self._model_limits = CurrentModelLimits(interpreter, self._replies)
+        self._training = Training(*ledger_side, config.trainer.steps, self._model_limits)
         shared = (config, identity, interpreter, self._registry, self._instances, self._metrics)
         self._status = StatusView(
             *shared,
@@ -137,15 +140,12 @@ class Service:
             self._backoff,
             self.phase,
             self._loads,
-            lambda: self._training.is_trainer_waiting(),
+            self._training.is_trainer_waiting,
             str(run_dir.resolve()),
         )
-        ledger_side = (interpreter, self._replies, self._rejects)
         process_side = (self._registry, self._instances, self.phase)
         self._attachments = Attachments(config, identity, str(run_dir), *ledger_side, *process_side)
         self._pulls = PullReports(*ledger_side, self._registry, self._instances)
-        self._model_limits = CurrentModelLimits(interpreter, self._replies)
-        self._training = Training(*ledger_side, self._status.why, config.trainer.steps, self._model_limits)
         self.exposition = Exposition(*shared, self._loads, self.phase, self._training.is_trainer_waiting)
         self._feature_requests = PromptFeatureRequests(prompts, self._registry, clock.now_ms)
         handoffs = Handoffs(interpreter, self._instances)
@@ -359,7 +359,7 @@ class Service:
         self._feature_requests.reply_waiting()
         self._feature_requests.answer_due(now)
         self._check_deadlock()
-        self._training.answer_due(now)
+        self._training.answer_due(now, self._status.why)
         self._model_limits.answer_due(now)
         self._instances.answer_due(now)
 

@@ -7,6 +7,7 @@ become ready, which fixes them as the first members of the batch, until it has t
 
 import logging
 from collections.abc import Callable
+from functools import cache
 
 import msgspec
 
@@ -65,14 +66,12 @@ class Training:
         interpreter: Interpreter,
         replies: PendingReplies,
         rejects: Rejects,
-        why: Callable[[], str],
         steps: int,
         model_limits: CurrentModelLimits,
     ) -> None:
         self._interpreter = interpreter
         self._replies = replies
         self._rejects = rejects
-        self._why = why
         self._waiting = LongPolls[GetBatch | GetClaims](interpreter.clock.now_ms)
         """Calls of ranks that wait for the batch of a step, or for groups of it."""
         self._sealed = False
@@ -239,16 +238,10 @@ class Training:
             mask_below=_mask_below(self._interpreter.limits, sealed.step),
         )
 
-    def answer_due(self, now: int) -> None:
-        """Refuse the calls whose wait time has passed, with the reason why their step waits."""
-        why = ""
-
-        def refuse(call: Call) -> None:
-            nonlocal why
-            why = why or self._why()  # built once for all ranks; they request the batch again at once
-            call.refuse(Code.BUSY, why, retry_after_ms=1)
-
-        self._waiting.end(refuse, now)
+    def answer_due(self, now: int, why: Callable[[], str]) -> None:
+        """Refuse the calls whose wait time has passed. ``why`` returns the reason why their step waits."""
+        reason = cache(why)  # built at most once for all ranks; they request the batch again at once
+        self._waiting.end(lambda call: call.refuse(Code.BUSY, reason(), retry_after_ms=1), now)
 
     def end(self, why: str) -> None:
         """Reply ``NoMoreBatches`` to the trainer if its step is not sealed although no group is in flight.
