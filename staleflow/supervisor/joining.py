@@ -1,5 +1,6 @@
 """Join a run for which only the scheduler's address is known."""
 
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,13 @@ from staleflow.supervisor.addresses import may_answer
 
 _KEY_ROLES = {"train": Role.TRAINER, "relay": Role.SERVER}
 """Key role of a worker role on the command line, where the two names differ."""
+_NAME_BYTES = 8
+"""Random bytes of a generated name, enough that two workers of a run never generate the same one."""
+
+
+def generated_name(role: str, stage: str) -> str:
+    """Return the name of a worker that was given none. ``role`` is rollout, stage, train or relay."""
+    return "trainer" if role == "train" else f"{stage if role == 'stage' else role}-{secrets.token_hex(_NAME_BYTES)}"
 
 
 def join_run(
