@@ -1,10 +1,22 @@
 """Client for the status of a server and for draining a run, used by ``staleflow status`` and the supervisor."""
 
-from typing import Any
+from typing import TypeVar
 
+from staleflow.configs.errors import ConfigError
 from staleflow.net.client import BlockingClient, worker_id
 from staleflow.net.transport import SOCKETS, Transport
-from staleflow.protocols.wire.messages import Attach, AttachReply, Detach, Done, Drain, GetStatus, Status
+from staleflow.protocols.wire.messages import (
+    Attach,
+    AttachReply,
+    Detach,
+    Done,
+    Drain,
+    GetStatus,
+    SchedulerStatus,
+    Status,
+)
+
+S = TypeVar("S", bound=Status)
 
 
 class Admin:
@@ -21,9 +33,16 @@ class Admin:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def status(self, timeout_s: float = 5.0) -> dict[str, Any]:
-        """Return the status values of the server."""
-        return self._client.ask(GetStatus(), Status, timeout_s=timeout_s).values
+    def status(self, timeout_s: float = 5.0) -> SchedulerStatus:
+        """Return the status of a scheduler."""
+        return self.status_of(SchedulerStatus, timeout_s)
+
+    def status_of(self, kind: type[S], timeout_s: float = 5.0) -> S:
+        """Return the status of a server. Raise ``ConfigError`` if it is a server of another kind."""
+        status = self._client.ask(GetStatus(), Status, timeout_s=timeout_s)
+        if not isinstance(status, kind):
+            raise ConfigError("address", self._client.address, f"its server replied with {type(status).__name__}")
+        return status
 
     def drain(self, why: str, timeout_s: float = 5.0) -> None:
         """End the run: finish the train step in progress, issue no new leases, keep all acknowledged data."""

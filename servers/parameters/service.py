@@ -37,11 +37,11 @@ from staleflow.protocols.wire.messages import (
     GetStatus,
     JoinRelays,
     ManifestReply,
+    ParametersStatus,
     PublishChunk,
     RegisterVersionReply,
     Reply,
     Sources,
-    Status,
     Unpin,
 )
 from staleflow.servers.parameters import turns
@@ -151,8 +151,8 @@ class ParameterService:
             case GetSources() as ask:
                 call.reply(Sources(endpoints=self._tree.sources(call.peer, ask.host)))
             case GetStatus():
-                values = {"versions": self._catalog.status(), "uploads": len(self._uploads)}
-                call.reply(Status(values=values | {"relays": self._tree.status()}))
+                versions, relays = self._catalog.status(), self._tree.status()
+                call.reply(ParametersStatus(versions=versions, uploads=len(self._uploads), relays=relays))
             case _:
                 call.refuse(Code.DENIED, f"the parameter server does not serve {type(call.body).__name__}")
 

@@ -43,6 +43,7 @@ from staleflow.servers.scheduler.status.prometheus import Exposition
 from staleflow.servers.scheduler.status.stage_loads import StageLoadTable
 from staleflow.servers.scheduler.status.status import StatusView
 from staleflow.servers.scheduler.status.step_metrics import StepMetrics
+from staleflow.servers.scheduler.status.why import Why
 from staleflow.servers.scheduler.workers.attachments import Attachments
 from staleflow.servers.scheduler.workers.pull_reports import PullReports
 from staleflow.servers.scheduler.workers.registry import Registry
@@ -130,22 +131,25 @@ class Service:
             lambda for_ms: self._loads.all_fail(self._registry.stage_workers(), for_ms),
             self._registry.name_of,
         )
-        shared = (config, identity, interpreter, self._registry, self._instances, self._metrics)
-        self._status = StatusView(
-            *shared,
+        why = Why(
+            config,
+            interpreter,
+            self._registry,
+            self._instances,
             self._deadlock,
             self._backoff,
             self.phase,
             self._loads,
             lambda: self._training.is_trainer_waiting(),
-            str(run_dir.resolve()),
         )
+        shared = (config, identity, interpreter, self._registry, self._instances, self._metrics)
+        self._status = StatusView(*shared, self.phase, self._loads, why, str(run_dir.resolve()))
         ledger_side = (interpreter, self._replies, self._rejects)
         process_side = (self._registry, self._instances, self.phase)
         self._attachments = Attachments(config, identity, str(run_dir), *ledger_side, *process_side)
         self._pulls = PullReports(*ledger_side, self._registry, self._instances)
         self._model_limits = CurrentModelLimits(interpreter, self._replies)
-        self._training = Training(*ledger_side, self._status.why, config.trainer.steps, self._model_limits)
+        self._training = Training(*ledger_side, why.sentence, config.trainer.steps, self._model_limits)
         self.exposition = Exposition(*shared, self._loads, self.phase, self._training.is_trainer_waiting)
         self._feature_requests = PromptFeatureRequests(prompts, self._registry)
         handoffs = Handoffs(interpreter, self._instances)
@@ -261,7 +265,7 @@ class Service:
         now_ns = self._clock.now_ns()
         self._attachments.note_message(call.peer, now_ns // 1_000_000, call.key)
         if kind is messages.GetStatus:
-            call.reply(messages.Status(values=self._status.values(set(self.peers()))))
+            call.reply(self._status.status(set(self.peers())))
             return
         handler = self._handlers.get(kind)
         if handler is None:

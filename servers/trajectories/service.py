@@ -48,7 +48,6 @@ from staleflow.protocols.wire.messages import (
     Rows,
     Slab,
     StageResult,
-    Status,
 )
 from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.protocols.wire.tensors import Array, arrays, specs_and_frames
@@ -212,9 +211,7 @@ class TrajectoryService:
                 self._partials.put(Key(body.group, body.lease), body.partial, call.frames, limits, started)
                 call.reply(Done())
             case GetStatus():
-                call.reply(
-                    Status(values={**self._shard.status(), "rows": len(self._prompts), "partials": len(self._partials)})
-                )
+                call.reply(self._shard.status(rows=len(self._prompts), partials=len(self._partials)))
             case _:
                 call.refuse(Code.DENIED, f"a trajectory server does not serve {type(call.body).__name__}")
 

@@ -4,16 +4,18 @@ In addition, one word for the cause of the trainer's waiting time, which can be 
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec import structs
 
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.protocols.consistency import effects
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import GroupId
+from staleflow.protocols.wire.messages.status import Hold, Pin
 from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.instances import Instances
-from staleflow.servers.scheduler.coordination.sentences import Pin, pinned, restarted, restricted, silent, starved
+from staleflow.servers.scheduler.coordination.sentences import pinned, restarted, restricted, silent, starved
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.lengths.durations import Durations
@@ -142,9 +144,13 @@ class Why:
             else restarted(trainer.name, restarts, CRASH_LOOP_WINDOW_MS / 1000) + "; "
         )
 
+    def holds(self) -> dict[str, Hold]:
+        """Return the restricted instances by name."""
+        return self._backoff.holds()
+
     def _holds(self) -> str:
         """Name the restricted instances, whatever the run waits for: they burn prompts."""
-        holds = list(self._backoff.holds())
+        holds = self.holds()
         return f"; {restricted(holds)}" if holds else ""
 
     def _missing(self) -> str:
@@ -177,7 +183,7 @@ class Why:
             return f"the trainer works on step {machine.version}, the last" if last else "every step is trained"
         training = full + (f"the trainer works on step {machine.version}; " if step > machine.version else "")
         if count := len(machine.pins()):
-            pins = [replace(pin, left_s=None) for pin in self.pins()] if full else self.pins()
+            pins = [structs.replace(pin, left_s=None) for pin in self.pins()] if full else self.pins()
             return training + pinned(step, pins, count, self._config.staleness.on_overdue.value) + self._failing()
         counts, need = machine.state_counts(), self._config.trainer.batch_size
         hint = self._hint(counts) or self._failing()
@@ -265,7 +271,7 @@ class Why:
             group=group,
             version=group_view.version,
             worker=self._registry.name_of(group_view.worker) if generated else "",
-            stages=() if generated else self._loads.of_group(group),
+            stages=() if generated else tuple(self._loads.of_group(group)),
             so_far_s=took.so_far_s(group, now),
             left_s=took.left_s(group, now),
             lost_within_s=self._config.scheduler.lease_s if silent else None,

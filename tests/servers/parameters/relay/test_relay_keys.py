@@ -30,14 +30,16 @@ from staleflow.protocols.wire.messages import (
     GetRetainedVersions,
     GetStatus,
     JoinRelays,
+    ParametersStatus,
     Ping,
     Pong,
     RegisterVersion,
     RegisterVersionReply,
     RetainedVersions,
+    SchedulerStatus,
     Sources,
-    Status,
 )
+from staleflow.protocols.wire.messages.status import RelayPlace
 from staleflow.protocols.wire.tensors import Array
 from staleflow.servers.parameters import main as parameters
 from staleflow.servers.parameters import tree
@@ -92,7 +94,7 @@ class Guarded:
             case GetRetainedVersions():
                 call.reply(RetainedVersions(versions=[]))
             case _:
-                call.reply(Status(values={"trainer_term": 1}))
+                call.reply(SchedulerStatus(trainer_term=1))
 
     def client(self, address: str, role: Role | None, name: str = "worker.1") -> Client:
         """Return a client with a key of this role, or without a key if ``role`` is None."""
@@ -116,7 +118,7 @@ class Guarded:
         """Wait until the relay is in the tree; return its endpoint."""
         looking = self.client(self.root, Role.MONITOR, "looking.1")
         relays_now = await eventually(lambda: _relays(looking))
-        return str(relays_now[0]["endpoint"])
+        return str(relays_now[0].endpoint)
 
     async def close(self) -> None:
         for client in self._clients:
@@ -134,9 +136,8 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-async def _relays(looking: Client) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = (await looking.ask(GetStatus(), Status)).values["relays"]
-    return found
+async def _relays(looking: Client) -> tuple[RelayPlace, ...]:
+    return (await looking.ask(GetStatus(), ParametersStatus)).relays
 
 
 @pytest.fixture
