@@ -41,7 +41,8 @@ class Admin:
         """Return the status of a server. Raise ``ConfigError`` if it is a server of another kind."""
         status = self._client.ask(GetStatus(), Status, timeout_s=timeout_s)
         if not isinstance(status, kind):
-            raise ConfigError("address", self._client.address, f"its server replied with {type(status).__name__}")
+            detail = f"it replied with {type(status).__name__}, not {kind.__name__}"
+            raise ConfigError("address", self._client.address, detail)
         return status
 
     def drain(self, why: str, timeout_s: float = 5.0) -> None:

@@ -115,7 +115,8 @@ class Supervisor:
             self._failed_code = failure.code
             self._resume = self._resume if failure.code != 2 else ""  # an unchanged run would fail again
             return "failed", str(failure)
-        return ended(self._status), self._status.error
+        status = self._status
+        return ended(status), status.error
 
     # Starting ----------------------------------------------------------------------------------------------------
 
@@ -210,8 +211,8 @@ class Supervisor:
         child.sweep()
         if child.role.kind is not Kind.SCHEDULER:  # a dead scheduler cannot answer
             self._watch.poll_now()
-        drained = code == 0 and child.role.kind is Kind.WORKER and self._status.drained
-        if self._status.finished or drained:
+        status = self._status
+        if status.finished or (code == 0 and child.role.kind is Kind.WORKER and status.drained):
             # a trainer that exited during a drain without reporting its end is restarted to report it
             child.over = True
             return
@@ -251,8 +252,7 @@ class Supervisor:
         if child.role.kind is Kind.TRAINER:
             waits = not self._status.trainer_term
         else:
-            attached = any(worker.name == child.name for worker in self._status.workers)
-            waits = child.role.kind is Kind.WORKER and not attached
+            waits = child.role.kind is Kind.WORKER and all(it.name != child.name for it in self._status.workers)
         return printable(child.loading()) if waits and child.alive else ""
 
     def _summary(self, outcome: str, error: str, status: SchedulerStatus) -> Summary:
