@@ -25,8 +25,8 @@ from staleflow.protocols.wire.messages.status import (
     WindowStatus,
     WorkerStatus,
 )
-from staleflow.servers.scheduler.coordination.sentences import pinned, starved
 from staleflow.servers.scheduler.lengths.durations import Durations
+from staleflow.servers.scheduler.status.sentences import pinned, starved
 from staleflow.trace.highlights import Recent, noteworthy, short
 
 Line = Mapping[str, Any]

@@ -16,7 +16,6 @@ from staleflow.protocols.wire.messages.status import (
     InstanceStatus,
     LengthsStatus,
     Pinned,
-    ShardStatus,
     StageStatus,
     WindowStatus,
     WorkerStatus,
@@ -133,10 +132,7 @@ class StatusView:
             workers=workers,
             workers_left_out=left_out,
             stages=self._stage_rows(),
-            shards=tuple(
-                ShardStatus(shard=shard, used_share=share, full=full)
-                for shard, (share, full) in enumerate(zip(self._loads.used_shares, self._loads.full, strict=True))
-            ),
+            shards=tuple(self._loads.shards),
             totals=counts,
             lengths=self._lengths(),
             violations=counts.violations,

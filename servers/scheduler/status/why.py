@@ -15,11 +15,11 @@ from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages.status import Hold, Pin
 from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.instances import Instances
-from staleflow.servers.scheduler.coordination.sentences import pinned, restarted, restricted, silent, starved
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.lengths.durations import Durations
 from staleflow.servers.scheduler.status.deadlock import Deadlock
+from staleflow.servers.scheduler.status.sentences import pinned, restarted, restricted, silent, starved
 from staleflow.servers.scheduler.status.stage_loads import StageLoadTable, calls_limit, episodes_limit
 from staleflow.servers.scheduler.workers.registry import CRASH_LOOP_WINDOW_MS, Registry
 from staleflow.store.disk_errors import trouble
@@ -195,14 +195,14 @@ class Why:
 
     def _full(self) -> str:
         """Name the fullest trajectory server that refuses pushes, and what frees space there."""
-        loads, machine = self._loads, self._interpreter.machine
-        refusing = [(loads.used_shares[shard] or 0.0, shard) for shard, full in enumerate(loads.full) if full]
+        machine, refusing = self._interpreter.machine, [shard for shard in self._loads.shards if shard.full]
         if not refusing:
             return ""
-        share, shard = max(refusing)
-        if loads.full[shard] != "map":
-            return f"trajectory server {shard}: its {trouble(loads.full[shard])}; pushes wait; "
-        text = f"trajectory server {shard} is full ({100 * share:.0f} % of trajectories.map_mb): pushes wait"
+        fullest = max(refusing, key=lambda shard: (shard.used_share or 0.0, shard.shard))
+        name, share = f"trajectory server {fullest.shard}", fullest.used_share or 0.0
+        if fullest.full != "map":
+            return f"{name}: its {trouble(fullest.full)}; pushes wait; "
+        text = f"{name} is full ({100 * share:.0f} % of trajectories.map_mb): pushes wait"
         if machine.oldest_checkpoint[1] < machine.version:
             return f"{text} until a checkpoint releases groups; "
         if machine.next_step > machine.version:
