@@ -5,16 +5,8 @@ from typing import TypeVar
 from staleflow.configs.errors import ConfigError
 from staleflow.net.client import BlockingClient, worker_id
 from staleflow.net.transport import SOCKETS, Transport
-from staleflow.protocols.wire.messages import (
-    Attach,
-    AttachReply,
-    Detach,
-    Done,
-    Drain,
-    GetStatus,
-    SchedulerStatus,
-    Status,
-)
+from staleflow.protocols.wire import messages
+from staleflow.protocols.wire.messages import AttachReply, Done, GetStatus, SchedulerStatus, Status
 
 S = TypeVar("S", bound=Status)
 
@@ -47,13 +39,13 @@ class Admin:
 
     def drain(self, why: str, timeout_s: float = 5.0) -> None:
         """End the run: finish the train step in progress, issue no new leases, keep all acknowledged data."""
-        self._client.ask(Drain(why=why), Done, timeout_s=timeout_s)
+        self._client.ask(messages.Drain(why=why), Done, timeout_s=timeout_s)
 
     def run(self, timeout_s: float = 10.0) -> AttachReply:
         """Return what the scheduler sends to an attaching worker: configuration, run directory, addresses."""
-        hello = Attach(worker=self._worker, name=self._worker, role="monitor")
+        hello = messages.Attach(worker=self._worker, name=self._worker, role="monitor")
         attached = self._client.ask(hello, AttachReply, timeout_s=timeout_s)
-        self._client.ask(Detach(worker=self._worker, why="asked only"), Done, timeout_s=timeout_s)
+        self._client.ask(messages.Detach(worker=self._worker, why="asked only"), Done, timeout_s=timeout_s)
         return attached
 
     def close(self) -> None:

@@ -30,7 +30,6 @@ from staleflow.protocols.wire.messages import (
     Result,
     TrajectoriesStatus,
 )
-from staleflow.protocols.wire.messages.status import QueueStatus
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, unpack
 from staleflow.servers.trajectories.filters import Filter
@@ -534,7 +533,7 @@ class Shard:
             used_share=self.used_share(),
             full=self.full(),
             slabs=self.slabs.counts() if self.slabs is not None else {},
-            queues={stage: QueueStatus(waiting=len(q), taken=q.taken) for stage, q in self.queues.items()},
+            queues={stage: {"waiting": len(q), "taken": q.taken} for stage, q in self.queues.items()},
             unregistered=len(self._registrar),
             rows=rows,
             partials=partials,

@@ -334,12 +334,9 @@ class TraceState:
         return {**live, "consumed": self._consumed, "claimed": self._window.claimed, "spares": self._window.num_spares}
 
     def _rows(self) -> tuple[WindowStatus, ...]:
-        buckets = ((deadline, self._window.buckets.get(deadline)) for deadline in self._window.deadlines())
         return tuple(
-            WindowStatus(deadline=deadline, leased=bucket.leased, pushed=bucket.pushed, occupied=bucket.occupied)
-            if bucket
-            else WindowStatus(deadline=deadline)
-            for deadline, bucket in buckets
+            WindowStatus(deadline=deadline, leased=leased, pushed=pushed, occupied=occupied)
+            for deadline, leased, pushed, occupied in self._window.rows()
         )
 
     def _ages(self, rows: Sequence[WindowStatus]) -> Ages:

@@ -37,9 +37,6 @@ def _plain(value: Any) -> Any:
             return value
 
 
-# --- the scheduler ---------------------------------------------------------------------------------------------------
-
-
 class WindowStatus(Part, frozen=True, kw_only=True):
     """Number of groups with one deadline, by state. Under the token bound there is one row, of deadline 0."""
 
@@ -193,18 +190,6 @@ class RunTotals(msgspec.Struct, kw_only=True):
     """Groups delivered beyond the staleness bound. Anything but 0 is a bug."""
 
 
-class LengthsStatus(Part, frozen=True, kw_only=True):
-    """Quality of the expected lengths."""
-
-    ranker: str = ""
-    described: int = 0
-    """Number of prompts with features."""
-    tau: float = msgspec.field(default=0.0, name="length/ranker_tau")
-    """Kendall's tau of expected and observed lengths: 1 is perfect, 0 is chance."""
-    num_groups: int = msgspec.field(default=0, name="length/ranker_n")
-    """Number of groups that ``tau`` is based on."""
-
-
 class SchedulerStatus(Status, frozen=True, kw_only=True):
     """State of the run. The default is that of a scheduler that has not answered yet."""
 
@@ -256,7 +241,8 @@ class SchedulerStatus(Status, frozen=True, kw_only=True):
     """In the order of the configuration."""
     shards: tuple[ShardStatus, ...] = ()
     totals: RunTotals = msgspec.field(default_factory=RunTotals)
-    lengths: LengthsStatus = LengthsStatus()
+    lengths: dict[str, str | float] = msgspec.field(default_factory=dict[str, str | float])
+    """Ranker, number of prompts that it has features of, and quality of the expected lengths as in the metrics."""
     violations: int = 0
     """Groups delivered beyond the staleness bound. Anything but 0 is a bug."""
     metrics: dict[str, float | int | None] = msgspec.field(default_factory=dict[str, float | int | None])
@@ -282,16 +268,6 @@ class SchedulerStatus(Status, frozen=True, kw_only=True):
         return self.incarnation > 0
 
 
-# --- the other servers -----------------------------------------------------------------------------------------------
-
-
-class QueueStatus(Part, frozen=True, kw_only=True):
-    """Groups in one stage of one shard."""
-
-    waiting: int
-    taken: int
-
-
 class TrajectoriesStatus(Status, frozen=True, kw_only=True):
     """State of one trajectory server."""
 
@@ -304,8 +280,8 @@ class TrajectoriesStatus(Status, frozen=True, kw_only=True):
     """Reason why it refuses pushes; empty while it accepts them."""
     slabs: dict[str, int]
     """Number of files, of files that hold records, and of bytes in use; empty without slabs."""
-    queues: dict[str, QueueStatus]
-    """By stage."""
+    queues: dict[str, dict[str, int]]
+    """Number of groups ``waiting`` and ``taken``, by stage."""
     unregistered: int
     """Number of reports that the scheduler has not acknowledged."""
     rows: int = 0

@@ -14,7 +14,6 @@ from staleflow.protocols.wire.messages import Command, SchedulerStatus
 from staleflow.protocols.wire.messages.status import (
     Ages,
     InstanceStatus,
-    LengthsStatus,
     Pinned,
     StageStatus,
     WindowStatus,
@@ -103,7 +102,7 @@ class StatusView:
 
     def _status(self, now: int, present: set[str]) -> SchedulerStatus:
         config, interpreter, phase = self._config, self._interpreter, self._phase
-        machine, counts = interpreter.machine, interpreter.totals.counts
+        machine, counts, lengths = interpreter.machine, interpreter.totals.counts, interpreter.prompts.lengths
         workers, left_out = self._worker_rows(now, present)
         return SchedulerStatus(
             **self._progress(now),
@@ -134,7 +133,7 @@ class StatusView:
             stages=self._stage_rows(),
             shards=tuple(self._loads.shards),
             totals=counts,
-            lengths=self._lengths(),
+            lengths={"ranker": config.coordination.ranker, "described": lengths.num_described, **lengths.quality()},
             violations=counts.violations,
             metrics=self._metrics.last,
             first_metrics=self._metrics.first,
@@ -145,12 +144,6 @@ class StatusView:
             full=interpreter.full,
             map_used=interpreter.store.used_share(),
         )
-
-    def _lengths(self) -> LengthsStatus:
-        lengths = self._interpreter.prompts.lengths
-        tau, num_groups = lengths.quality().values()
-        ranker = self._config.coordination.ranker
-        return LengthsStatus(ranker=ranker, described=lengths.num_described, tau=tau, num_groups=int(num_groups))
 
     def _ages(self) -> Ages:
         machine, bound = self._interpreter.machine, self._interpreter.limits
