@@ -10,6 +10,7 @@ from staleflow.monitor.roles import groups_in
 from staleflow.monitor.words import worker_name
 from staleflow.protocols.wire.messages import ParametersStatus, SchedulerStatus
 from staleflow.protocols.wire.messages.status import Hold
+from staleflow.servers.scheduler.status.sentences import restricted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,8 +276,8 @@ def _stages(names: Sequence[str]) -> str:
 def events(status: SchedulerStatus, unix_s: float) -> tuple[EventRow, ...]:
     """Return the events, newest first.
 
-    Current conditions precede them: stage workers that fail every group, then stages and environments that limit the
-    run.
+    Current conditions precede them: stage workers and engines that fail every group, stages and environments that limit
+    the run.
     """
     found: list[EventRow] = []
     for stage in status.stages:
@@ -287,6 +288,9 @@ def events(status: SchedulerStatus, unix_s: float) -> tuple[EventRow, ...]:
         if stage.limit:
             found.append(EventRow(ago_s=None, words=stage.limit, tone="warn"))
     for instance in status.instances:
+        if instance.failed is not None:
+            words = restricted({instance.name: instance.failed})
+            found.append(EventRow(ago_s=None, words=words, tone="bad"))
         if instance.limit:
             found.append(EventRow(ago_s=None, words=instance.limit, tone="warn"))
     for line in reversed(status.recent):
