@@ -42,7 +42,7 @@ class Registry:
             case messages.GetRetainedVersions():
                 return messages.RetainedVersions(versions=[])
             case messages.GetStatus():
-                return messages.Status(values={"trainer_term": 1})
+                return messages.SchedulerStatus(trainer_term=1)
             case _:
                 raise Finding(f"the parameter server asks {type(body).__name__}")
 
@@ -145,8 +145,8 @@ class ParameterTarget:
 
     def _state(self) -> Hashable:
         status = self._ears.say("state", messages.GetStatus(), then=self._service.on_drained)
-        assert isinstance(status, messages.Status)
-        return repr(status.values)
+        assert isinstance(status, messages.ParametersStatus)
+        return repr(status)
 
     async def _rest(self) -> None:
         """Wait until no task of the service runs."""

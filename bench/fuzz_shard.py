@@ -195,8 +195,8 @@ class ShardTarget:
 
     def _state(self) -> Hashable:
         status = self._ears.say("state", messages.GetStatus(), then=self._service.on_drained)
-        assert isinstance(status, messages.Status)
-        return repr({name: value for name, value in status.values.items() if name != "used_share"})
+        assert isinstance(status, messages.TrajectoriesStatus)
+        return repr(msgspec.structs.replace(status, used_share=0.0))
 
     async def _turns(self) -> None:
         for _ in range(6):

@@ -28,7 +28,7 @@ from staleflow.monitor.model import Board, board
 from staleflow.monitor.screen import dashboard
 from staleflow.protocols.consistency.ids import Version, WorkerId
 from staleflow.protocols.wire.codec import decode_reply, encode_reply
-from staleflow.protocols.wire.messages import GetStatus, InstanceStats, Report, Status
+from staleflow.protocols.wire.messages import GetStatus, InstanceStats, Report, SchedulerStatus
 from staleflow.supervisor.view import Snapshot
 from tests.servers.scheduler.table import Table
 
@@ -58,16 +58,16 @@ def measure(instances: int) -> Row:
             _attach(table, f"rollout-{number}", shape(instances)[1])
         table.after(2_000)
 
-        def ask() -> Status:
+        def ask() -> SchedulerStatus:
             table.clock.ms += 1_001  # a cached reply is not older than a second
             reply = table.ask("monitor", GetStatus())
-            assert isinstance(reply, Status)
+            assert isinstance(reply, SchedulerStatus)
             return reply
 
         answer = ask()
         encoded = encode_reply(1, answer)
         history = History()
-        snapshot = Snapshot(phase="running", elapsed_s=1.0, status=answer.values)
+        snapshot = Snapshot(phase="running", elapsed_s=1.0, status=answer)
 
         def look() -> Board:
             history.see(snapshot)
@@ -78,7 +78,7 @@ def measure(instances: int) -> Row:
         answer_ms, encode_ms = _median_ms(ask), _median_ms(lambda: encode_reply(1, answer))
         return Row(
             instances=instances,
-            leased=answer.values["ledger"]["leased"],
+            leased=answer.ledger["leased"],
             answer_ms=answer_ms,
             encode_ms=encode_ms,
             nbytes=len(encoded),

@@ -29,7 +29,7 @@ from staleflow.protocols.wire.messages import (
     RegisterVersion,
     RegisterVersionReply,
     RetainedVersions,
-    Status,
+    SchedulerStatus,
 )
 from staleflow.servers.parameters.main import serve_until
 
@@ -65,7 +65,7 @@ def _answer(call: Call) -> None:
         case GetRetainedVersions():
             call.reply(RetainedVersions(versions=[]))
         case GetStatus():
-            call.reply(Status(values={"trainer_term": 1}))
+            call.reply(SchedulerStatus(trainer_term=1))
         case _:
             call.refuse(Code.DENIED, "not here")
 

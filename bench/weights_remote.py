@@ -50,10 +50,11 @@ from staleflow.protocols.wire.messages import (
     AttachReply,
     GetRetainedVersions,
     GetStatus,
+    ParametersStatus,
     RegisterVersion,
     RegisterVersionReply,
     RetainedVersions,
-    Status,
+    SchedulerStatus,
 )
 from staleflow.servers.parameters import main as root
 from staleflow.servers.parameters import tree
@@ -156,7 +157,7 @@ def serve(place: str, port: int, delta: str) -> None:
             case GetRetainedVersions():
                 call.reply(RetainedVersions(versions=[]))
             case GetStatus():
-                call.reply(Status(values={"trainer_term": 1}))
+                call.reply(SchedulerStatus(trainer_term=1))
             case _:
                 call.refuse(Code.DENIED, "not here")
 
@@ -225,7 +226,7 @@ class World:
                 await asyncio.sleep(0.1)
 
     async def _num_relays(self) -> int:
-        return len((await self._asking.ask(GetStatus(), Status, timeout_s=None)).values["relays"])
+        return len((await self._asking.ask(GetStatus(), ParametersStatus, timeout_s=None)).relays)
 
     async def publish(self, version: int, arrays: Arrays) -> None:
         await self._publisher.publish(

@@ -28,6 +28,7 @@ from staleflow.monitor.story import events_about
 from staleflow.net.permissions import Role
 from staleflow.net.security import OBSERVER_ROLES, client_sockets
 from staleflow.process.sanitize import printable
+from staleflow.protocols.wire.messages.status import as_dict
 from staleflow.report.writers import with_writers
 from staleflow.supervisor import rundir, summary
 from staleflow.supervisor.addresses import check_free, may_answer
@@ -194,7 +195,7 @@ class Run:
         known = read_run(run_dir).security if run_dir else None
         self._admin = Admin(address, "python", transport=client_sockets(known, *OBSERVER_ROLES))
         try:
-            self._admin.status(timeout_s=timeout_s)
+            self._admin.status(timeout_s)
             attached = self._admin.run(timeout_s=timeout_s)
         except BaseException:
             self._admin.close()
@@ -216,13 +217,13 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """Return the values of ``staleflow status --json``: phase, ledger, window, instances, workers, metrics …"""
-        values = self._admin.status(timeout_s=self._timeout_s)
-        return {"phase": phase_of(values), **values}
+        status = self._admin.status(self._timeout_s)
+        return {"phase": phase_of(status), **as_dict(status)}
 
     def why(self) -> str:
         """Return one sentence on what the run waits for."""
-        status = self.status()
-        return str(status.get("error") or status.get("why") or "nothing waits")
+        status = self._admin.status(self._timeout_s)
+        return status.error or status.why or "nothing waits"
 
     @property
     def trace(self) -> "Trace":
@@ -273,8 +274,8 @@ class Run:
 
     def _has(self, name: str, pid: int) -> bool:
         """Return whether that process has attached to the run."""
-        workers = self._admin.status(timeout_s=self._timeout_s)["workers"]
-        return any(worker["name"] == name and worker["pid"] == pid and worker["alive"] for worker in workers)
+        workers = self._admin.status(self._timeout_s).workers
+        return any(worker.name == name and worker.pid == pid and worker.alive for worker in workers)
 
 
 class Worker:

@@ -9,7 +9,8 @@ import pytest
 
 from staleflow.cli.chaos import KINDS
 from staleflow.protocols.consistency.effects import Code, DropWhy, ReleaseWhy
-from staleflow.servers.scheduler.coordination.sentences import Hold, restricted
+from staleflow.protocols.wire.messages.status import Hold
+from staleflow.servers.scheduler.status.sentences import restricted
 from staleflow.supervisor.chaos import Kind
 
 ROOT = Path(__file__).parent.parent
@@ -68,14 +69,14 @@ def test_every_message_that_is_explained_is_written_by_somebody() -> None:
 
 
 def test_every_sentence_that_names_a_process_at_fault_is_explained() -> None:
-    tree = ast.parse((ROOT / "servers/scheduler/coordination/sentences.py").read_text())
+    tree = ast.parse((ROOT / "servers/scheduler/status/sentences.py").read_text())
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     for name in ("silent", "restarted"):
         (returned,) = [node.value for node in functions[name].body if isinstance(node, ast.Return)]
         assert returned is not None
         assert f"`{said_by(returned)}`" in PAGE
-    for left_s in (4.0, 0.0):
-        said = restricted([Hold(worker="…", left_s=left_s, failed=9, detail="…")])
+    for held_s in (4.0, 0.0):
+        said = restricted({"…": Hold(groups=9, held_s=held_s, detail="…")})
         assert said.replace("4 s", "…").partition(": its last 9")[0] in PAGE
 
 

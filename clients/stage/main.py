@@ -23,7 +23,7 @@ from staleflow.net.permissions import Role
 from staleflow.net.security import client_sockets
 from staleflow.net.transport import Transport
 from staleflow.process import daemon
-from staleflow.protocols.wire.messages import Attach, Detach, Done, GetStatus, Status
+from staleflow.protocols.wire.messages import Attach, Detach, Done, GetStatus, SchedulerStatus
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE, REWARD
 
 log = logging.getLogger(__name__)
@@ -113,11 +113,11 @@ async def while_it_lasts(scheduler: Client, serving: "asyncio.Task[None]") -> No
     try:
         while not serving.done():
             try:
-                status = (await scheduler.ask(GetStatus(), Status, timeout_s=SCHEDULER_TIMEOUT_S)).values
+                status = await scheduler.ask(GetStatus(), SchedulerStatus, timeout_s=SCHEDULER_TIMEOUT_S)
             except Unavailable:
                 log.info("stage worker stops: no reply from the scheduler for %d s", SCHEDULER_TIMEOUT_S)
                 return
-            if status.get("finished"):
+            if status.finished:
                 log.info("stage worker stops: the run is over")
                 return
             await asyncio.wait((serving,), timeout=POLL_INTERVAL_S)

@@ -51,7 +51,7 @@ from staleflow.protocols.wire.messages import (
     ModelLimits,
     RegisterCheckpoint,
     RegisterCheckpointReply,
-    Status,
+    TrajectoriesStatus,
 )
 
 log = logging.getLogger(__name__)
@@ -385,21 +385,21 @@ class TrainerClient:
 
     def crowded(self) -> bool:
         """Return whether a trajectory server may soon reject pushes for lack of room; False if one does not reply."""
-        return any(float(values["used_share"]) >= CROWDED_FRACTION for values in self._shard_values())
+        return any(status.used_share >= CROWDED_FRACTION for status in self._shard_statuses())
 
     def full(self) -> bool:
         """Return whether a trajectory server rejects pushes for lack of room; False if one does not reply."""
-        return any(values["full"] for values in self._shard_values())
+        return any(status.full for status in self._shard_statuses())
 
-    def _shard_values(self) -> list[dict[str, Any]]:
+    def _shard_statuses(self) -> list[TrajectoriesStatus]:
         try:
             return self._wait(self._statuses(), grace_s=SEND_TIMEOUT_S)
         except (Stopped, Unavailable):
             return []
 
-    async def _statuses(self) -> list[dict[str, Any]]:
-        requests = [shard.ask(GetStatus(), Status, timeout_s=STATUS_TIMEOUT_S) for shard in self._shards]
-        return [status.values for status in await asyncio.gather(*requests)]
+    async def _statuses(self) -> list[TrajectoriesStatus]:
+        requests = [shard.ask(GetStatus(), TrajectoriesStatus, timeout_s=STATUS_TIMEOUT_S) for shard in self._shards]
+        return await asyncio.gather(*requests)
 
     def metrics(self, step: Step, values: Mapping[str, float]) -> None:
         """Send numbers for the run's metrics file."""

@@ -21,8 +21,8 @@ from staleflow.protocols.wire.messages import (
     CommitPublish,
     GetStatus,
     Manifest,
+    ParametersStatus,
     RegisterVersionReply,
-    Status,
 )
 from staleflow.store.disk_errors import state_of
 
@@ -155,6 +155,5 @@ class Publisher:
 
 async def damaged(server: Client, lineage: Lineage, version: Version) -> bool:
     """Return True if the parameter server has lost a published version, or found its bytes damaged."""
-    status = await server.ask(GetStatus(), Status, timeout_s=None)
-    whole = [(one["lineage"], one["version"]) for one in status.values["versions"] if not one["corrupt"]]
-    return (lineage, version) not in whole
+    status = await server.ask(GetStatus(), ParametersStatus, timeout_s=None)
+    return (lineage, version) not in [(one.lineage, one.version) for one in status.versions if not one.corrupt]

@@ -214,9 +214,7 @@ class Machine:
 
         Under the token bound there is one row, of step 0.
         """
-        window = self._ledger.window
-        rows = ((d, window.buckets.get(d)) for d in window.deadlines())
-        return tuple((Step(d), b.leased, b.pushed, b.occupied) if b else (Step(d), 0, 0, 0) for d, b in rows)
+        return self._ledger.window.rows()
 
     def pins(self) -> tuple[GroupId, ...]:
         """Return the groups that keep the next step from being sealed; empty if the step is starved or not pinned."""

@@ -69,6 +69,11 @@ class Window:
         """Return every deadline that a live group can have, ascending."""
         return range(1) if self.token_bound else range(self.step, self.version + self.max_staleness + 1)
 
+    def rows(self) -> tuple[tuple[Step, int, int, int], ...]:
+        """Return rows (deadline, leased, pushed, occupied) of the counted groups."""
+        rows = ((d, self.buckets.get(d)) for d in self.deadlines())
+        return tuple((Step(d), b.leased, b.pushed, b.occupied) if b else (Step(d), 0, 0, 0) for d, b in rows)
+
     def slack(self, deadline: int) -> int:
         """Return how many more groups of ``deadline`` may be counted.
 

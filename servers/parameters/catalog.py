@@ -9,7 +9,6 @@
 import asyncio
 import logging
 from contextlib import suppress
-from typing import Any
 
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
@@ -22,8 +21,9 @@ from staleflow.protocols.wire.messages import (
     RegisterVersion,
     RegisterVersionReply,
     RetainedVersions,
-    Status,
+    SchedulerStatus,
 )
+from staleflow.protocols.wire.messages.status import PublishedVersion
 from staleflow.servers.parameters.pins import Pins
 from staleflow.servers.parameters.turns import FullChecks
 from staleflow.servers.parameters.versions import (
@@ -174,9 +174,9 @@ class Catalog:
 
         A peer that could invent a term would fence every future trainer.
         """
-        status = await self._scheduler.ask(GetStatus(), Status, timeout_s=None)
-        if term > (newest := int(status.values["trainer_term"])):
-            raise Refused(Code.DENIED, f"unknown trainer term: {term}; the newest one is {newest}")
+        status = await self._scheduler.ask(GetStatus(), SchedulerStatus, timeout_s=None)
+        if term > status.trainer_term:
+            raise Refused(Code.DENIED, f"unknown trainer term: {term}; the newest one is {status.trainer_term}")
 
     async def keep(self, staged: Staged, about: About, *, in_place: bool) -> None:
         """Store a version durably. Raise ``Refused`` with ``STALE`` if its bytes do not match the manifest; they
@@ -269,17 +269,17 @@ class Catalog:
         answer = await self._scheduler.ask(GetRetainedVersions(), RetainedVersions, timeout_s=None)
         return {VersionKey(*key) for key in answer.versions}
 
-    def status(self) -> list[dict[str, Any]]:
+    def status(self) -> tuple[PublishedVersion, ...]:
         """Return all versions for ``staleflow status``, newest last."""
-        return [
-            {
-                "lineage": key.lineage,
-                "version": key.version,
-                "sha": stored.about.manifest.sha,
-                "nbytes": stored.about.manifest.nbytes,
-                "registered": key in self._registered,
-                "corrupt": self._corrupt.get(key, ""),
-                "pinned_by": self.pins.of(key),
-            }
+        return tuple(
+            PublishedVersion(
+                lineage=key.lineage,
+                version=key.version,
+                sha=stored.about.manifest.sha,
+                nbytes=stored.about.manifest.nbytes,
+                registered=key in self._registered,
+                corrupt=self._corrupt.get(key, ""),
+                pinned_by=self.pins.of(key),
+            )
             for key, stored in sorted(self._versions.stored.items())
-        ]
+        )

@@ -76,9 +76,9 @@ class Pins:
         for key in tuple(self._of.get(worker, ())):
             self.remove(worker, key)
 
-    def of(self, key: VersionKey) -> list[str]:
+    def of(self, key: VersionKey) -> tuple[str, ...]:
         """Return the workers that pin this version, as a base included."""
-        return [worker for worker, pinned in self._of.items() if key in pinned]
+        return tuple(worker for worker, pinned in self._of.items() if key in pinned)
 
     def in_use(self, key: VersionKey) -> bool:
         """Return True if a worker uses the version, other than as a base."""

@@ -35,10 +35,10 @@ from staleflow.protocols.wire.messages import (
     GetStatus,
     JoinRelays,
     ManifestReply,
+    ParametersStatus,
     PublishChunk,
     RegisterVersionReply,
     Sources,
-    Status,
     Unpin,
 )
 from staleflow.servers.parameters import turns
@@ -267,9 +267,9 @@ class ParameterService(Service):
     def _sources(self, call: Call, ask: GetSources) -> Sources:
         return Sources(endpoints=self._tree.sources(call.peer, ask.host))
 
-    def _status(self) -> Status:
-        values = {"versions": self._catalog.status(), "uploads": len(self._uploads)}
-        return Status(values=values | {"relays": self._tree.status()})
+    def _status(self) -> ParametersStatus:
+        versions, relays = self._catalog.status(), self._tree.status()
+        return ParametersStatus(versions=versions, uploads=len(self._uploads), relays=relays)
 
     async def work(self) -> None:
         """Recover the versions in the folder, then delete unneeded ones until cancelled."""

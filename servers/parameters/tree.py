@@ -10,9 +10,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from staleflow.net.addresses import is_loopback
+from staleflow.protocols.wire.messages.status import RelayPlace
 
 FANOUT = 4
 """Maximum number of child relays per node."""
@@ -79,12 +79,12 @@ class Tree:
         relays = sum(relay.parent == place for relay in self.relays.values())
         return relays + sum(source == place for source in self._readers.values())
 
-    def status(self) -> list[dict[str, Any]]:
-        """Return the endpoint, parent and number of children of every relay."""
-        return [
-            {"relay": worker, "endpoint": relay.endpoint, "from": relay.parent, "num_below": self.num_below(worker)}
+    def status(self) -> tuple[RelayPlace, ...]:
+        """Return the place of every relay."""
+        return tuple(
+            RelayPlace(relay=worker, endpoint=relay.endpoint, parent=relay.parent, num_below=self.num_below(worker))
             for worker, relay in self.relays.items()
-        ]
+        )
 
     def _place_for(self, worker: str) -> str:
         """Return the highest node with room that is not below the relay itself; the root if there is none."""

@@ -43,6 +43,7 @@ from staleflow.servers.scheduler.status.prometheus import Exposition
 from staleflow.servers.scheduler.status.stage_loads import StageLoadTable
 from staleflow.servers.scheduler.status.status import StatusView
 from staleflow.servers.scheduler.status.step_metrics import StepMetrics
+from staleflow.servers.scheduler.status.why import Why
 from staleflow.servers.scheduler.workers.attachments import Attachments
 from staleflow.servers.scheduler.workers.pull_reports import PullReports
 from staleflow.servers.scheduler.workers.registry import Registry
@@ -133,16 +134,19 @@ class Service:
         ledger_side = (interpreter, self._replies, self._rejects)
         self._model_limits = CurrentModelLimits(interpreter, self._replies)
         self._training = Training(*ledger_side, config.trainer.steps, self._model_limits)
-        shared = (config, identity, interpreter, self._registry, self._instances, self._metrics)
-        self._status = StatusView(
-            *shared,
+        self._why = Why(
+            config,
+            interpreter,
+            self._registry,
+            self._instances,
             self._deadlock,
             self._backoff,
             self.phase,
             self._loads,
             self._training.is_trainer_waiting,
-            str(run_dir.resolve()),
         )
+        shared = (config, identity, interpreter, self._registry, self._instances, self._metrics)
+        self._status = StatusView(*shared, self.phase, self._loads, self._why, str(run_dir.resolve()))
         process_side = (self._registry, self._instances, self.phase)
         self._attachments = Attachments(config, identity, str(run_dir), *ledger_side, *process_side)
         self._pulls = PullReports(*ledger_side, self._registry, self._instances)
@@ -261,7 +265,7 @@ class Service:
         now_ns = self._clock.now_ns()
         self._attachments.note_message(call.peer, now_ns // 1_000_000, call.key)
         if kind is messages.GetStatus:
-            call.reply(messages.Status(values=self._status.values(set(self.peers()))))
+            call.reply(self._status.status(set(self.peers())))
             return
         handler = self._handlers.get(kind)
         if handler is None:
@@ -359,7 +363,7 @@ class Service:
         self._feature_requests.reply_waiting()
         self._feature_requests.answer_due(now)
         self._check_deadlock()
-        self._training.answer_due(now, self._status.why)
+        self._training.answer_due(now, self._why.sentence)
         self._model_limits.answer_due(now)
         self._instances.answer_due(now)
 

@@ -48,7 +48,6 @@ from staleflow.protocols.wire.messages import (
     Rows,
     Slab,
     StageResult,
-    Status,
 )
 from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.protocols.wire.tensors import Array, arrays, specs_and_frames
@@ -183,7 +182,7 @@ class TrajectoryService(Service):
             case PutPartial() as ask:
                 return self._put_partial(call, ask)
             case GetStatus():
-                return self._status()
+                return self._shard.status(rows=len(self._prompts), partials=len(self._partials))
             case _:
                 raise Refused(Code.DENIED, f"a trajectory server does not serve {type(call.body).__name__}")
 
@@ -209,9 +208,6 @@ class TrajectoryService(Service):
         key = Key(body.group, body.lease)
         self._partials.put(key, body.partial, call.frames, self._limits, self._samples_started)
         return Done()
-
-    def _status(self) -> Status:
-        return Status(values={**self._shard.status(), "rows": len(self._prompts), "partials": len(self._partials)})
 
     def row(self, group: GroupId) -> dict[str, Any]:
         """Return the prompt row of a group. Raise ``ProtocolError`` for a negative group number."""

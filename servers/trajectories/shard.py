@@ -16,7 +16,6 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from staleflow.configs.stages import Node
 from staleflow.process.rate_limited_log import RateLimitedLog
@@ -29,6 +28,7 @@ from staleflow.protocols.wire.messages import (
     RegisterQuarantine,
     RegisterRelease,
     Result,
+    TrajectoriesStatus,
 )
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, unpack
@@ -525,18 +525,19 @@ class Shard:
         """Return the share of the map in use, 0 to 1."""
         return self._store.used_share()
 
-    def status(self) -> dict[str, Any]:
-        """Return counts for ``staleflow status``."""
-        phases = Counter(stored.phase.name.lower() for stored in self.holdings)
-        return {
-            "shard": self.shard,
-            "groups": dict(phases),
-            "used_share": self.used_share(),
-            "full": self.full(),
-            "slabs": self.slabs.counts() if self.slabs is not None else {},
-            "queues": {stage: {"waiting": len(q), "taken": q.taken} for stage, q in self.queues.items()},
-            "unregistered": len(self._registrar),
-        }
+    def status(self, *, rows: int, partials: int) -> TrajectoriesStatus:
+        """Return the status of the server, which has ``rows`` prompts and the samples of ``partials`` groups."""
+        return TrajectoriesStatus(
+            shard=self.shard,
+            groups=dict(Counter(stored.phase.name.lower() for stored in self.holdings)),
+            used_share=self.used_share(),
+            full=self.full(),
+            slabs=self.slabs.counts() if self.slabs is not None else {},
+            queues={stage: {"waiting": len(q), "taken": q.taken} for stage, q in self.queues.items()},
+            unregistered=len(self._registrar),
+            rows=rows,
+            partials=partials,
+        )
 
 
 def _resolve(waiting: Sequence[Then], result: Result) -> None:

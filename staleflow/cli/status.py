@@ -9,6 +9,7 @@ import click
 from staleflow.cli import options
 
 if TYPE_CHECKING:
+    from staleflow.protocols.wire.messages import SchedulerStatus
     from staleflow.supervisor.summary import Summary
 
 
@@ -36,6 +37,8 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
     from staleflow.monitor.sources import phase_of
     from staleflow.net.errors import Unavailable
     from staleflow.net.security import OBSERVER_ROLES, client_sockets
+    from staleflow.protocols.wire.messages import SchedulerStatus, Status
+    from staleflow.protocols.wire.messages.status import as_dict
     from staleflow.supervisor.addresses import may_answer
 
     if run_dir is not None and connect is not None:
@@ -50,21 +53,22 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
     try:
         sockets = client_sockets(config.security if config else None, *OBSERVER_ROLES)
         with Admin(address, "status", transport=sockets) as admin:
-            values = admin.status(timeout_s=3.0)
+            status = admin.status_of(Status if as_json else SchedulerStatus, timeout_s=3.0)
     except Unavailable:
         if run_dir is not None:
             return options.read_within(run_dir, lambda: _ended(run_dir, address, why, as_json, listening=True))
         return _ended(run_dir, address, why, as_json, listening=True)
+    run = status if isinstance(status, SchedulerStatus) else SchedulerStatus()
     if as_json:
-        _print_json({"phase": phase_of(values), **values})
+        _print_json({"phase": phase_of(run), **as_dict(status)})
     elif why:
-        _why(values)
+        _why(run)
     else:
-        _show(values, run_dir)
+        _show(run, run_dir)
     return 0
 
 
-def _show(values: dict[str, Any], run_dir: Path | None) -> None:
+def _show(status: "SchedulerStatus", run_dir: Path | None) -> None:
     from rich.console import Console
 
     from staleflow.metrics.reader import metric_lines
@@ -77,7 +81,6 @@ def _show(values: dict[str, Any], run_dir: Path | None) -> None:
     from staleflow.process.hung_files import READ_TIMEOUT_S, within
     from staleflow.supervisor.view import Snapshot
 
-    elapsed_s = float(values.get("run_s") or 0.0)
     lines: tuple[dict[str, Any], ...] = ()
     if run_dir is not None:
         try:
@@ -87,25 +90,26 @@ def _show(values: dict[str, Any], run_dir: Path | None) -> None:
                 f"staleflow: no curves: reading {run_dir}/metrics.jsonl took over {READ_TIMEOUT_S:g} s",
                 err=True,
             )
-    snapshot = Snapshot(phase=phase_of(values), elapsed_s=elapsed_s, status=values, lines=lines, unix_s=time.time())
+    phase = phase_of(status)
+    snapshot = Snapshot(phase=phase, elapsed_s=status.run_s, status=status, lines=lines, unix_s=time.time())
     history = History()
     history.see(snapshot)
     console = Console(highlight=False)
-    it = board(run_dir.resolve().name if run_dir else str(values.get("run", "")), snapshot, history)
+    it = board(run_dir.resolve().name if run_dir else status.run, snapshot, history)
     height = 11 + min(max(len(it.ages), len(it.window), 3) + 4, 9) + max(len(it.roles), 3)
     height += why_rows(it, console.width, height) - WHY_ROWS
     console.print(dashboard(it, Look(tab="processes"), console.width, height))
 
 
-def _why(values: dict[str, Any]) -> None:
+def _why(status: "SchedulerStatus") -> None:
     """Print why the run waits, and one line for each group that it waits for."""
     from staleflow.monitor.rows import pins
     from staleflow.monitor.words import span
     from staleflow.process.sanitize import all_printable
 
-    values = all_printable(values)
-    click.echo(values.get("error") or values.get("why") or "nothing waits")
-    for pin in pins(values):
+    status = all_printable(status)
+    click.echo(status.error or status.why or "nothing waits")
+    for pin in pins(status):
         so_far = "" if pin.so_far_s is None else f", for {span(pin.so_far_s)} so far"
         left = "" if pin.left_s is None else f", about {span(pin.left_s)} left"
         click.echo(f"  step {pin.step}: group {pin.group} of version {pin.version}, at {pin.where}{so_far}{left}")

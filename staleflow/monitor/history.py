@@ -8,6 +8,7 @@ from typing import Any
 
 from staleflow.metrics.reader import numbers
 from staleflow.monitor.lineages import Lineages
+from staleflow.protocols.wire.messages import SchedulerStatus
 from staleflow.supervisor.view import Snapshot
 
 MAX_CURVE_STEPS = 80
@@ -49,11 +50,10 @@ class History:
 
     def see(self, snapshot: Snapshot) -> None:
         """Add one snapshot."""
-        newest: Mapping[str, Any] = snapshot.status.get("metrics") or {}
-        first: Mapping[str, Any] = snapshot.status.get("first_metrics") or {}
+        newest, first = snapshot.status.metrics, snapshot.status.first_metrics
         for line in (*([numbers(first)] if first else ()), *snapshot.lines, numbers(newest)):
             self.line(line)
-        version = int(snapshot.status.get("version", -1))
+        version = snapshot.status.version
         if self.steps and 0 <= version < self.steps[-1][1]:
             self.steps.clear()
         if version >= 0 and (not self.steps or version > self.steps[-1][1]):
@@ -63,9 +63,8 @@ class History:
             self._spark(snapshot.status)
         self._see_trainer(snapshot)
 
-    def _spark(self, status: Mapping[str, Any]) -> None:
-        instances = status.get("instances") or ()
-        rates = {str(it.get("worker") or it.get("name")): float(it.get("tokens_per_s") or 0.0) for it in instances}
+    def _spark(self, status: SchedulerStatus) -> None:
+        rates = {instance.worker: instance.tokens_per_s for instance in status.instances}
         if rates:
             self.generated.append(sum(rates.values()))
         self.sparks = {worker: self.sparks.get(worker) or deque(maxlen=MAX_SPARKS) for worker in rates}
@@ -74,9 +73,9 @@ class History:
 
     def _see_trainer(self, snapshot: Snapshot) -> None:
         status, now_s = snapshot.status, snapshot.elapsed_s
-        if int(status.get("version", -1)) < 0 or "trainer_waits" not in status or status.get("finished"):
+        if status.version < 0 or status.finished:
             return
-        self.trainer.append((now_s, str(status["trainer_waits"]) or "trains"))
+        self.trainer.append((now_s, status.trainer_waits or "trains"))
         while len(self.trainer) > 1 and self.trainer[1][0] <= now_s - TRAINER_WINDOW_S:
             self.trainer.popleft()
 

@@ -5,13 +5,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from staleflow.monitor import rows
 from staleflow.monitor.history import History
 from staleflow.monitor.roles import GROUP_STATES, SILENCE_TIMEOUT_S, RoleRow, groups_in, roles
 from staleflow.monitor.rows import AgeRow, EventRow, InstanceRow, PinRow, StageRow, VersionRow, WindowRow
 from staleflow.process.sanitize import printable
+from staleflow.protocols.wire.messages import SchedulerStatus
 from staleflow.supervisor.view import Snapshot
 
 
@@ -88,12 +88,12 @@ def board(name: str, snapshot: Snapshot, history: History) -> Board:
     """Return the board for a snapshot, which must have been added to ``history`` before."""
     status = snapshot.status
     instances = rows.instances(status, history)
-    steps = int(status.get("steps") or 0)
+    steps = status.steps
     return Board(
         name=printable(name),
         phase=_phase(snapshot),
         elapsed_s=snapshot.elapsed_s,
-        step=max(int(status.get("version", 0)), 0),
+        step=max(status.version, 0),
         steps=steps,
         left_s=history.left_s(steps),
         reward=_newest(history.rewards),
@@ -103,18 +103,18 @@ def board(name: str, snapshot: Snapshot, history: History) -> Board:
         held_out=_first_and_last(history.held_out),
         staleness_mean=history.staleness_mean,
         staleness_max=history.staleness_max,
-        bound=status.get("max_staleness"),
-        bound_of=str(status.get("bound", "")),
-        policy=str(status.get("on_overdue", "")),
+        bound=status.max_staleness if status.heard else None,
+        bound_of=status.bound,
+        policy=status.on_overdue,
         masked=history.masked,
-        violations=_count(status.get("violations")),
+        violations=status.violations,
         ages=rows.ages(status),
         trained_per_s=history.trained_per_s,
         generated_per_s=sum(instance.tokens_per_s for instance in instances),
         generated=tuple(history.generated),
         groups=tuple((state, groups_in(status, state)) for state in GROUP_STATES),
         window=rows.window(status),
-        batch_size=int(status.get("batch_size") or 1),
+        batch_size=status.batch_size,
         roles=roles(snapshot),
         instances=instances,
         stages=rows.stages(status),
@@ -126,16 +126,14 @@ def board(name: str, snapshot: Snapshot, history: History) -> Board:
         step_times=history.step_times,
         limits=_limits(status, instances, history),
         why=_why(snapshot),
-        waits=bool(status.get("trainer_waits")) or _silent(snapshot),
-        insecure=status.get("security") == "insecure",
-        heard=bool(status),
+        waits=bool(status.trainer_waits) or _silent(snapshot),
+        insecure=status.security == "insecure",
+        heard=status.heard,
     )
 
 
-def _limits(status: Mapping[str, Any], instances: Sequence[InstanceRow], history: History) -> tuple[Limit, ...]:
+def _limits(status: SchedulerStatus, instances: Sequence[InstanceRow], history: History) -> tuple[Limit, ...]:
     """Return the use of engine slots, of the admission window, of the trainer's time, and of generated tokens."""
-    if not status:
-        return ()
     limits: list[Limit] = []
     if slots := sum(instance.slots for instance in instances):
         running = sum(instance.running for instance in instances)
@@ -145,25 +143,24 @@ def _limits(status: Mapping[str, Any], instances: Sequence[InstanceRow], history
         limits.append(Limit(name="window", used=live, full=max(row.room for row in window), unit="groups admitted"))
     if time := dict(history.trainer_time()):
         limits.append(Limit(name="trainer", used=time.get("trains", 0.0), full=1.0, unit=""))
-    totals: Mapping[str, Any] = status.get("totals") or {}
-    if (generated := int(totals.get("tokens_generated") or totals.get("tokens_pushed") or 0)) > 0:
-        limits.append(Limit(name="tokens", used=int(totals.get("tokens_trained") or 0), full=generated, unit="trained"))
+    totals = status.totals
+    if (generated := totals.tokens_generated or totals.tokens_pushed) > 0:
+        limits.append(Limit(name="tokens", used=totals.tokens_trained, full=generated, unit="trained"))
     return tuple(limits)
 
 
-def _trainer(status: Mapping[str, Any]) -> str:
-    version = int(status.get("version", -1))
-    if status.get("finished"):
+def _trainer(status: SchedulerStatus) -> str:
+    if status.finished:
         return "done"
-    if not status.get("trainer_term"):
+    if not status.trainer_term:
         return "not attached"
-    if version < 0:
+    if status.version < 0:
         return "publishes version 0"
-    return f"step {version} {'waits' if status.get('trainer_waits') else 'trains'}"
+    return f"step {status.version} {'waits' if status.trainer_waits else 'trains'}"
 
 
 def _phase(snapshot: Snapshot) -> str:
-    over = snapshot.status.get("finished") and snapshot.phase in ("training", "running")
+    over = snapshot.status.finished and snapshot.phase in ("training", "running")
     return "finished" if over else snapshot.phase
 
 
@@ -175,12 +172,8 @@ def _first_and_last(values: Mapping[int, float]) -> tuple[float, float] | None:
     return (values[min(values)], values[max(values)]) if values else None
 
 
-def _count(value: object) -> int:
-    return len(value) if isinstance(value, list) else int(str(value or 0))  # pyright: ignore[reportUnknownArgumentType]
-
-
 def _silent(snapshot: Snapshot) -> bool:
-    return bool(snapshot.status) and snapshot.status_age_s > SILENCE_TIMEOUT_S
+    return snapshot.status.heard and snapshot.status_age_s > SILENCE_TIMEOUT_S
 
 
 def _why(snapshot: Snapshot) -> str:
@@ -188,4 +181,4 @@ def _why(snapshot: Snapshot) -> str:
         return snapshot.ended
     if _silent(snapshot):
         return f"the scheduler has not answered for {snapshot.status_age_s:.0f} s"
-    return str(snapshot.status.get("error") or snapshot.status.get("why") or "")
+    return snapshot.status.error or snapshot.status.why

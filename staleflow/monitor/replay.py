@@ -5,8 +5,7 @@ not contain, such as the engines' queues and caches, stay empty.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,8 +15,18 @@ from staleflow.protocols.consistency.groups import NO_CLAIM, Group, State
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, Version, WorkerId
 from staleflow.protocols.consistency.limits import Bound, Limits, OnOverdue
 from staleflow.protocols.consistency.window import Window
-from staleflow.servers.scheduler.coordination.sentences import Pin, pinned, starved
+from staleflow.protocols.wire.messages import SchedulerStatus
+from staleflow.protocols.wire.messages.status import (
+    Ages,
+    InstanceStatus,
+    Pin,
+    Pinned,
+    RunTotals,
+    WindowStatus,
+    WorkerStatus,
+)
 from staleflow.servers.scheduler.lengths.durations import Durations
+from staleflow.servers.scheduler.status.sentences import pinned, starved
 from staleflow.trace.highlights import Recent, noteworthy, short
 
 Line = Mapping[str, Any]
@@ -67,7 +76,7 @@ class TraceState:
         """Tokens of the sealed batches that are too old to train."""
         self._workers: dict[str, str] = {}
         self._engines: dict[str, Engine] = {}
-        self._totals: Counter[str] = Counter()
+        self._totals = RunTotals()
         self._staleness: Counter[int] = Counter()
         self._consumed = 0
         self._order = 0
@@ -155,7 +164,7 @@ class TraceState:
         self._groups[id] = group
         self._window.enter(group)
         self._leased.begin(id, self._now_ms())
-        self._totals["reserves"] += 1
+        self._totals.reserves += 1
         engine = self._engines.setdefault(worker, Engine())
         engine.held[id] = None
         engine.command = f"assign {id}"
@@ -177,7 +186,7 @@ class TraceState:
             self._engines[group.worker].pushed.append((self._now_s, group.tokens))
         self._leased.end(group.id, self._now_ms())
         self._staged.begin(group.id, self._now_ms())
-        self._totals["tokens_pushed"] += group.tokens
+        self._totals.tokens_pushed += group.tokens
 
     def _on_occupy(self, line: Line) -> None:
         group = self._groups[line["group"]]
@@ -246,8 +255,8 @@ class TraceState:
         for group in self._batches.get(line["step"], ()):
             group.state = State.CONSUMED
             self._staleness[line["step"] - group.version] += 1
-            self._totals["tokens_trained"] += group.tokens
-        self._totals["tokens_trained"] -= self._masked.pop(line["step"], 0)
+            self._totals.tokens_trained += group.tokens
+        self._totals.tokens_trained -= self._masked.pop(line["step"], 0)
         self._consumed += len(self._batches.get(line["step"], ()))
 
     def _on_publish(self, line: Line) -> None:
@@ -282,42 +291,41 @@ class TraceState:
     def _now_ms(self) -> int:
         return int(self._now_s * 1000)
 
-    def status(self) -> dict[str, Any]:
-        """Return the status in the scheduler's format, as far as a trace contains it."""
+    def status(self) -> SchedulerStatus:
+        """Return the status that the scheduler had, as far as a trace contains it."""
         opening, window = self._opening, self._window
-        counts, pins = self._counts(), self._pins()
-        return {
-            "run": opening.get("run", ""),
-            "incarnation": opening.get("inc", 0),
-            "uptime_s": self._now_s - self._began_s,
-            "run_s": self._now_s,
-            "lineage": self._lineage,
-            "version": int(window.version),
-            "next_step": int(window.step),
-            "steps": self._steps,
-            "trainer_term": self._term,
-            "max_staleness": window.max_staleness,
-            "bound": opening.get("bound", ""),
-            "on_overdue": opening.get("on_overdue", ""),
-            "batch_size": window.batch_size,
-            "group_size": opening.get("group_size", 1),
-            "ledger": counts,
-            "window": self._rows(),
-            "pinned": {"step": int(window.step), "groups": [asdict(pin) for pin in pins[:MAX_PINS]]},
-            "why": self._why(counts, pins),
-            "trainer_waits": self._trainer_waits(counts),
-            "staleness": self._ages(),
-            "recent": self._recent.lines(),
-            "instances": [self._instance(worker, engine) for worker, engine in self._engines.items()],
-            "workers": [
-                {"worker": worker, "name": worker_name(worker), "role": role, "alive": True, "last_seen_s": 0.0}
+        counts, pins, rows = self._counts(), self._pins(), self._rows()
+        return SchedulerStatus(
+            run=opening.get("run", ""),
+            incarnation=opening.get("inc", 0),
+            uptime_s=self._now_s - self._began_s,
+            run_s=self._now_s,
+            lineage=self._lineage,
+            version=int(window.version),
+            next_step=int(window.step),
+            steps=self._steps,
+            trainer_term=self._term,
+            max_staleness=window.max_staleness,
+            bound=opening.get("bound", ""),
+            on_overdue=opening.get("on_overdue", ""),
+            batch_size=window.batch_size,
+            group_size=opening.get("group_size", 1),
+            ledger=counts,
+            window=rows,
+            pinned=Pinned(step=int(window.step), groups=tuple(pins[:MAX_PINS])),
+            why=self._why(counts, pins),
+            trainer_waits=self._trainer_waits(counts),
+            staleness=self._ages(rows),
+            recent=tuple(self._recent.lines()),
+            instances=tuple(self._instance(worker, engine) for worker, engine in self._engines.items()),
+            workers=tuple(
+                WorkerStatus(worker=worker, name=worker_name(worker), role=role)
                 for worker, role in self._workers.items()
-            ],
-            "stages": [],
-            "totals": dict(self._totals),
-            "violations": self._violations,
-            "finished": self._closed,
-        }
+            ),
+            totals=self._totals,
+            violations=self._violations,
+            finished=self._closed,
+        )
 
     def _counts(self) -> dict[str, int]:
         states = Counter(group.state for group in self._groups.values())
@@ -325,37 +333,31 @@ class TraceState:
         live = {state.name.lower(): states[state] for state in names}
         return {**live, "consumed": self._consumed, "claimed": self._window.claimed, "spares": self._window.num_spares}
 
-    def _rows(self) -> list[dict[str, int]]:
-        rows: list[dict[str, int]] = []
-        for deadline in self._window.deadlines():
-            bucket = self._window.buckets.get(deadline)
-            leased, pushed, occupied = (bucket.leased, bucket.pushed, bucket.occupied) if bucket else (0, 0, 0)
-            rows.append({"deadline": deadline, "leased": leased, "pushed": pushed, "occupied": occupied})
-        return rows
+    def _rows(self) -> tuple[WindowStatus, ...]:
+        return tuple(
+            WindowStatus(deadline=deadline, leased=leased, pushed=pushed, occupied=occupied)
+            for deadline, leased, pushed, occupied in self._window.rows()
+        )
 
-    def _ages(self) -> dict[str, list[tuple[int, int]]]:
-        window = self._window
-        newest = window.version + window.max_staleness
-        rows = [] if window.token_bound else [(newest - row["deadline"], row) for row in reversed(self._rows())]
-        return {
-            "in_flight": [(age, row["leased"]) for age, row in rows],
-            "in_queue": [(age, row["pushed"] + row["occupied"]) for age, row in rows],
-            "consumed": sorted(self._staleness.items()),
-        }
+    def _ages(self, rows: Sequence[WindowStatus]) -> Ages:
+        newest = self._window.version + self._window.max_staleness
+        rows = () if self._window.token_bound else rows[::-1]
+        return Ages(
+            in_flight=tuple((newest - row.deadline, row.leased) for row in rows),
+            in_queue=tuple((newest - row.deadline, row.pushed + row.occupied) for row in rows),
+            consumed=tuple(sorted(self._staleness.items())),
+        )
 
-    def _instance(self, worker: str, engine: Engine) -> dict[str, Any]:
-        running = len(engine.held) * int(self._opening.get("group_size", 1))
-        return {
-            "worker": worker,
-            "name": worker_name(worker),
-            "version": engine.version,
-            "running": running,
-            "waiting": 0,
-            "tokens_per_s": engine.tokens_per_s(self._now_s),
-            "held": len(engine.held),
-            "last_command": engine.command,
-            "last_seen_s": 0.0,
-        }
+    def _instance(self, worker: str, engine: Engine) -> InstanceStatus:
+        return InstanceStatus(
+            worker=worker,
+            name=worker_name(worker),
+            version=engine.version,
+            running=len(engine.held) * int(self._opening.get("group_size", 1)),
+            tokens_per_s=engine.tokens_per_s(self._now_s),
+            held=len(engine.held),
+            last_command=engine.command,
+        )
 
     # --- why ---------------------------------------------------------------------------------------------------
 

@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any
 
 from staleflow.monitor.words import plural, worker_name
+from staleflow.protocols.wire.messages import ParametersStatus, SchedulerStatus
+from staleflow.protocols.wire.messages.status import InstanceStatus
 from staleflow.store.base import FULL_SHARE
 from staleflow.store.disk_errors import trouble
 from staleflow.supervisor.view import ProcessState, Snapshot
 
-Engines = Mapping[str, Mapping[str, Any]]
+Engines = Mapping[str, InstanceStatus]
 """Engines of the status by name."""
 
 SILENCE_TIMEOUT_S = 3.0
@@ -39,17 +40,16 @@ class RoleRow:
 
 def roles(snapshot: Snapshot) -> tuple[RoleRow, ...]:
     """One row a process; those that only the scheduler knows (attached by hand) come last."""
-    attached = {str(worker.get("name")) for worker in snapshot.status.get("workers") or ()}
-    engines = {str(engine.get("name")): engine for engine in snapshot.status.get("instances") or ()}
+    attached = {worker.name for worker in snapshot.status.workers}
+    engines = {engine.name: engine for engine in snapshot.status.instances}
     rows = [_process_row(process, snapshot, attached, engines) for process in snapshot.processes]
     supervised = {process.name for process in snapshot.processes}
-    for worker in snapshot.status.get("workers") or ():
-        if worker.get("name") in supervised or worker.get("role") in ("admin", "monitor"):
+    for worker in snapshot.status.workers:
+        if worker.name in supervised or worker.role in ("admin", "monitor"):
             continue
-        seen = float(worker.get("last_seen_s") or 0.0)
-        name = str(worker.get("name"))
-        good = seen < SILENCE_TIMEOUT_S
-        doing = _doing(name, str(worker.get("role")), snapshot, engines) if good else f"silent for {seen:.0f} s"
+        name, seen_s = worker.name, worker.last_seen_s
+        good = seen_s < SILENCE_TIMEOUT_S
+        doing = _doing(name, worker.role, snapshot, engines) if good else f"silent for {seen_s:.0f} s"
         rows.append(RoleRow(name=name, doing=doing, good=good))
     return tuple(rows)
 
@@ -64,7 +64,7 @@ def _process_row(process: ProcessState, snapshot: Snapshot, attached: Set[str], 
     elif role in WORKERS and not process.attaches:
         doing = "running"
     elif role in ("rollout", "stage") and process.name not in attached:
-        doing = "done" if snapshot.status.get("finished") else "loading"
+        doing = "done" if snapshot.status.finished else "loading"
     else:
         doing = _doing(process.name, role, snapshot, engines)
     if doing == "loading" and process.doing:
@@ -93,75 +93,70 @@ def _doing(name: str, role: str, snapshot: Snapshot, engines: Engines) -> str:
         case "trajectories":
             return _trajectories(name, status)
         case "parameters":
-            version = int(status.get("version", -1))
-            return f"serves version {version}" if version >= 0 else "waits for version 0"
+            return f"serves version {status.version}" if status.version >= 0 else "waits for version 0"
         case "relay":
             return _relay(name, snapshot.parameters)
         case _:
             return "running"
 
 
-def _relay(name: str, parameters: Mapping[str, Any]) -> str:
+def _relay(name: str, parameters: ParametersStatus) -> str:
     """Describe a relay by its number of readers, if the parameter server's status contains it."""
-    places = [it for it in parameters.get("relays") or () if worker_name(str(it.get("relay"))) == name]
-    below = int(places[-1].get("num_below") or 0) if places else 0
+    places = [place for place in parameters.relays if worker_name(place.relay) == name]
+    below = places[-1].num_below if places else 0
     return f"serves weights to {plural(below, 'reader')}" if below else "serves weights"
 
 
-def _trajectories(name: str, status: Mapping[str, Any]) -> str:
-    number, every = name.partition("-")[2], status.get("shards") or ()
-    shards = [shard for shard in every if str(shard.get("shard")) == number]
+def _trajectories(name: str, status: SchedulerStatus) -> str:
+    number, every = name.partition("-")[2], status.shards
+    shards = [shard for shard in every if str(shard.shard) == number]
     stored = plural(sum(groups_in(status, state) for state in GROUP_STATES[1:4]), "group")
     kept = (
         f"stores {stored} to train" if len(every) < 2 else "stores its part of the groups"
     )  # the ledger has no counts per shard
-    share = next((float(shard["used_share"]) for shard in shards if shard.get("used_share") is not None), 0.0)
-    if unwritable := [str(shard["full"]) for shard in shards if shard.get("full") not in (None, "", "map")]:
+    share = next((shard.used_share or 0.0 for shard in shards), 0.0)
+    if unwritable := [shard.full for shard in shards if shard.full not in ("", "map")]:
         return f"its {trouble(unwritable[0])}: pushes wait; {kept}"
-    if share >= FULL_SHARE or any(shard.get("full") for shard in shards):
+    if share >= FULL_SHARE or any(shard.full for shard in shards):
         return f"full: pushes wait until a checkpoint frees space; {kept}"
     return f"{kept}, {100 * share:.0f} % full" if share >= MIN_SHOWN_SHARE else kept
 
 
-def _staged(name: str, status: Mapping[str, Any]) -> int:
+def _staged(name: str, status: SchedulerStatus) -> int:
     """Return the number of groups that wait for the stage of this worker or are being processed by it."""
     stem = name.partition("-")[0]
-    found = [stage for stage in status.get("stages") or () if stage.get("stage") == stem]
-    return sum(int(stage.get("waiting", 0)) + int(stage.get("taken", 0)) for stage in found)
+    return sum(stage.waiting + stage.taken for stage in status.stages if stage.stage == stem)
 
 
-def _rollout(it: Mapping[str, Any] | None) -> str:
+def _rollout(it: InstanceStatus | None) -> str:
     if it is None:
         return "waits for the first command"
-    if int(it.get("version", -1)) < 0:
+    if it.version < 0:
         return "waits for weights"
-    running, waiting = int(it.get("running") or 0), int(it.get("waiting") or 0)
-    load = f"{running} decoding" + (f", {waiting} queued" if waiting else "") if running or waiting else "idle"
-    return f"version {it['version']}, {load}, {float(it.get('tokens_per_s') or 0):,.0f} tokens/s"
+    queued = f", {it.waiting} queued" if it.waiting else ""
+    load = f"{it.running} decoding{queued}" if it.running or it.waiting else "idle"
+    return f"version {it.version}, {load}, {it.tokens_per_s:,.0f} tokens/s"
 
 
-def _trainer(status: Mapping[str, Any]) -> str:
-    if status.get("finished"):
+def _trainer(status: SchedulerStatus) -> str:
+    if status.finished:
         return "done"
-    if not status.get("trainer_term"):
+    if not status.trainer_term:
         return "loading"
-    version = int(status.get("version", -1))
-    if version < 0:
+    if status.version < 0:
         return "publishing version 0"
-    if version >= int(status.get("steps") or 0) > 0:
+    if status.version >= status.steps > 0:
         return "judging held-out prompts"
-    sealed = groups_in(status, "sealed") and not status.get("trainer_waits")
-    return f"trains step {version}" if sealed else f"waits for the batch of step {version}"
+    sealed = groups_in(status, "sealed") and not status.trainer_waits
+    return f"trains step {status.version}" if sealed else f"waits for the batch of step {status.version}"
 
 
-def _scheduler(status: Mapping[str, Any]) -> str:
-    if not status:
+def _scheduler(status: SchedulerStatus) -> str:
+    if not status.heard:
         return "starting"
-    leased = groups_in(status, "leased")
-    return f"{plural(leased, 'lease')} out, {plural(len(status.get('instances') or ()), 'engine')}"
+    return f"{plural(groups_in(status, 'leased'), 'lease')} out, {plural(len(status.instances), 'engine')}"
 
 
-def groups_in(status: Mapping[str, Any], state: str) -> int:
+def groups_in(status: SchedulerStatus, state: str) -> int:
     """Return the number of groups in a state of the ledger; 0 without a ledger."""
-    ledger: Mapping[str, int] = status.get("ledger") or {}
-    return int(ledger.get(state) or 0)
+    return status.ledger.get(state, 0)

@@ -1,17 +1,16 @@
 """Build the rows of each panel from the scheduler's status. No IO; missing values are left out or shown empty."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from staleflow.monitor.events import describe
 from staleflow.monitor.history import History
 from staleflow.monitor.roles import groups_in
 from staleflow.monitor.words import worker_name
-from staleflow.servers.scheduler.coordination.sentences import Hold, restricted
-
-Status = Mapping[str, Any]
+from staleflow.protocols.wire.messages import ParametersStatus, SchedulerStatus
+from staleflow.protocols.wire.messages.status import Hold
+from staleflow.servers.scheduler.status.sentences import restricted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,43 +142,37 @@ class EventRow:
         return self.words
 
 
-def ages(status: Status) -> tuple[AgeRow, ...]:
+def ages(status: SchedulerStatus) -> tuple[AgeRow, ...]:
     """Return a row for each age from 0 to the bound, and beyond it if the token bound admits older groups."""
-    spread: Mapping[str, Iterable[tuple[int, int]]] = status.get("staleness") or {}
-    by_age = [Counter(dict(spread.get(key, ()))) for key in ("in_flight", "in_queue", "consumed")]
-    if not spread:
+    spread = status.staleness
+    flight, queue, consumed = (Counter(dict(groups)) for groups in (spread.in_flight, spread.in_queue, spread.consumed))
+    if not status.heard:
         return ()
-    last = max([int(status.get("max_staleness") or 0), *(age for counts in by_age for age in counts if counts[age])])
+    last = max([status.max_staleness, *(age for counts in (flight, queue, consumed) for age in counts if counts[age])])
     return tuple(
-        AgeRow(age=age, in_flight=flight[age], in_queue=queue[age], consumed=consumed[age])
-        for flight, queue, consumed in (by_age,)
-        for age in range(last + 1)
+        AgeRow(age=age, in_flight=flight[age], in_queue=queue[age], consumed=consumed[age]) for age in range(last + 1)
     )
 
 
-def window(status: Status) -> tuple[WindowRow, ...]:
+def window(status: SchedulerStatus) -> tuple[WindowRow, ...]:
     """Return the window's rows: sealed batches first, then deadlines in ascending order."""
-    size, version = int(status.get("batch_size") or 1), int(status.get("version", -1))
-    step, bound = int(status.get("next_step") or 0), int(status.get("max_staleness") or 0)
+    size, version, step, bound = status.batch_size, status.version, status.next_step, status.max_staleness
     found = [
         WindowRow(deadline=sealed, occupied=size, sealed="trains" if sealed == version else "sealed")
         for sealed in range(max(version, 0), step)
     ]
-    token = status.get("bound") == "token"
-    pinning = Counter(int(pin["version"]) + bound for pin in _pins(status))
+    pinning = Counter(pin.version + bound for pin in status.pinned.groups)
     total = groups_in(status, "claimed")
-    for row in status.get("window") or ():
-        deadline = int(row.get("deadline") or 0)
-        leased, pushed, occupied = (int(row.get(key) or 0) for key in ("leased", "pushed", "occupied"))
-        total += leased + pushed + occupied
-        last = version + bound if token else deadline
+    for row in status.window:
+        total += row.leased + row.pushed + row.occupied
+        last = version + bound if status.bound == "token" else row.deadline
         found.append(
             WindowRow(
                 deadline=last,
-                leased=leased,
-                pushed=pushed,
-                occupied=occupied,
-                pinning=pinning[deadline],
+                leased=row.leased,
+                pushed=row.pushed,
+                occupied=row.occupied,
+                pinning=pinning[row.deadline],
                 total=total,
                 room=size * max(last - step + 1, 0),
             )
@@ -187,82 +180,72 @@ def window(status: Status) -> tuple[WindowRow, ...]:
     return tuple(found)
 
 
-def instances(status: Status, history: History) -> tuple[InstanceRow, ...]:
+def instances(status: SchedulerStatus, history: History) -> tuple[InstanceRow, ...]:
     """Return the engines in the order in which they attached."""
-    newest = int(status.get("version", -1))
-    inflight = int(status.get("max_inflight") or 0)
-    found: list[InstanceRow] = []
-    for it in status.get("instances") or ():
-        worker = str(it.get("worker") or it.get("name"))
-        version = int(it.get("version", -1))
-        kv = it.get("kv_used")
-        found.append(
-            InstanceRow(
-                worker=worker,
-                name=str(it.get("name") or worker),
-                version=version,
-                behind=max(newest - version, 0) if version >= 0 else 0,
-                loading=it.get("loading"),
-                running=int(it.get("running") or 0),
-                slots=int(it.get("slots") or inflight),
-                waiting=int(it.get("waiting") or 0),
-                kv_used=None if kv is None else float(kv),
-                tokens_per_s=float(it.get("tokens_per_s") or 0.0),
-                spark=tuple(history.sparks.get(worker, ())),
-                held=int(it.get("held") or 0),
-                command=_held(it) or str(it.get("last_command") or ""),
-                seen_s=float(it.get("last_seen_s") or 0.0),
-            )
-        )
-    return tuple(found)
-
-
-def _held(instance: Mapping[str, Any]) -> str:
-    """Describe an instance that is on hold or on trial because its groups failed; empty otherwise."""
-    failed = instance.get("failed")
-    if not failed:
-        return ""
-    held_s = float(failed["held_s"])
-    return f"held {held_s:.0f} s: {failed['groups']} failed" if held_s else f"on trial: {failed['groups']} failed"
-
-
-def stages(status: Status) -> tuple[StageRow, ...]:
-    """Return every stage of the run in configuration order."""
     return tuple(
-        StageRow(
-            name=str(stage["stage"]),
-            after=tuple(stage.get("after") or ()),
-            workers=int(stage.get("workers") or 0),
-            waiting=int(stage.get("waiting") or 0),
-            taken=int(stage.get("taken") or 0),
-            under_way=int(stage.get("calls_under_way") or 0),
-            calls=int(stage.get("calls") or 0),
-            failing=len(stage.get("failing") or ()),
+        InstanceRow(
+            worker=it.worker,
+            name=it.name or it.worker,
+            version=it.version,
+            behind=max(status.version - it.version, 0) if it.version >= 0 else 0,
+            loading=it.loading,
+            running=it.running,
+            slots=it.slots,
+            waiting=it.waiting,
+            kv_used=it.kv_used,
+            tokens_per_s=it.tokens_per_s,
+            spark=tuple(history.sparks.get(it.worker, ())),
+            held=it.held,
+            command=_held(it.failed) or it.last_command,
+            seen_s=it.last_seen_s,
         )
-        for stage in status.get("stages") or ()
+        for it in status.instances
     )
 
 
-def versions(status: Status, parameters: Mapping[str, Any]) -> tuple[VersionRow, ...]:
-    """Return the versions, newest first: those of the parameter server, and those that only engines still have."""
-    engines = Counter(int(it.get("version", -1)) for it in status.get("instances") or ())
-    kept: dict[int, VersionRow] = {}
-    for it in parameters.get("versions") or ():
-        version = int(it["version"])
-        note = "damaged" if it.get("corrupt") else "" if it.get("registered") else "being published"
-        kept[version] = VersionRow(
-            version=version,
-            lineage=int(it.get("lineage") or 0),
-            nbytes=int(it.get("nbytes") or 0),
-            engines=engines[version],
-            pinned_by=tuple(worker_name(str(name)) for name in it.get("pinned_by") or ()),
-            note=note,
+def _held(hold: Hold | None) -> str:
+    """Describe an instance that is on hold or on trial because its groups failed; empty otherwise."""
+    if hold is None:
+        return ""
+    state = f"held {hold.held_s:.0f} s" if hold.held_s else "on trial"
+    return f"{state}: {hold.groups} failed"
+
+
+def stages(status: SchedulerStatus) -> tuple[StageRow, ...]:
+    """Return every stage of the run in configuration order."""
+    return tuple(
+        StageRow(
+            name=stage.stage,
+            after=stage.after,
+            workers=stage.workers,
+            waiting=stage.waiting,
+            taken=stage.taken,
+            under_way=stage.calls_under_way,
+            calls=stage.calls,
+            failing=len(stage.failing),
         )
-    newest = int(status.get("version", -1))
+        for stage in status.stages
+    )
+
+
+def versions(status: SchedulerStatus, parameters: ParametersStatus) -> tuple[VersionRow, ...]:
+    """Return the versions, newest first: those of the parameter server, and those that only engines still have."""
+    engines, newest = Counter(instance.version for instance in status.instances), status.version
+    kept = {
+        stored.version: VersionRow(
+            version=stored.version,
+            lineage=stored.lineage,
+            nbytes=stored.nbytes,
+            engines=engines[stored.version],
+            pinned_by=tuple(map(worker_name, stored.pinned_by)),
+            note="damaged" if stored.corrupt else "" if stored.registered else "being published",
+        )
+        for stored in parameters.versions
+    }
     for version in {newest, *engines} - {-1, *kept}:
         kept[version] = VersionRow(
             version=version,
-            lineage=int(status.get("lineage") or 0),
+            lineage=status.lineage,
             nbytes=None,
             engines=engines[version],
             pinned_by=(),
@@ -271,20 +254,18 @@ def versions(status: Status, parameters: Mapping[str, Any]) -> tuple[VersionRow,
     return tuple(kept[version] for version in sorted(kept, reverse=True))
 
 
-def pins(status: Status) -> tuple[PinRow, ...]:
+def pins(status: SchedulerStatus) -> tuple[PinRow, ...]:
     """Return the pinning groups that the status contains."""
-    pinned: Status = status.get("pinned") or {}
-    step = int(pinned.get("step") or 0)
     return tuple(
         PinRow(
-            group=int(pin["group"]),
-            step=step,
-            version=int(pin["version"]),
-            where=str(pin.get("worker") or "") or _stages(pin.get("stages") or ()),
-            so_far_s=pin.get("so_far_s"),
-            left_s=pin.get("left_s"),
+            group=pin.group,
+            step=status.pinned.step,
+            version=pin.version,
+            where=pin.worker or _stages(pin.stages),
+            so_far_s=pin.so_far_s,
+            left_s=pin.left_s,
         )
-        for pin in _pins(status)
+        for pin in status.pinned.groups
     )
 
 
@@ -292,35 +273,28 @@ def _stages(names: Sequence[str]) -> str:
     return f"stage {' and '.join(names)}" if names else "its stages"
 
 
-def events(status: Status, unix_s: float) -> tuple[EventRow, ...]:
+def events(status: SchedulerStatus, unix_s: float) -> tuple[EventRow, ...]:
     """Return the events, newest first.
 
     Current conditions precede them: stage workers and engines that fail every group, stages and environments that limit
     the run.
     """
     found: list[EventRow] = []
-    for stage in status.get("stages") or ():
-        for one in stage.get("failing") or ():
-            failed = f"{worker_name(str(one['worker']))} fails every group of the stage {stage['stage']}"
-            words = f"{failed}, {one['failures']} in a row, and is held: {one['why']}"
-            found.append(EventRow(ago_s=int(one["failing_ms"]) / 1000, words=words, tone="bad"))
-        if stage.get("limit"):
-            found.append(EventRow(ago_s=None, words=str(stage["limit"]), tone="warn"))
-    for instance in status.get("instances") or ():
-        if failed := instance.get("failed"):
-            hold = Hold(
-                worker=instance["name"], left_s=failed["held_s"], failed=failed["groups"], detail=failed["detail"]
-            )
-            found.append(EventRow(ago_s=None, words=restricted([hold]), tone="bad"))
-        if instance.get("limit"):
-            found.append(EventRow(ago_s=None, words=str(instance["limit"]), tone="warn"))
-    for line in reversed(status.get("recent") or ()):
+    for stage in status.stages:
+        for one in stage.failing:
+            failed = f"{worker_name(one.worker)} fails every group of the stage {stage.stage}"
+            words = f"{failed}, {one.failures} in a row, and is held: {one.why}"
+            found.append(EventRow(ago_s=one.failing_ms / 1000, words=words, tone="bad"))
+        if stage.limit:
+            found.append(EventRow(ago_s=None, words=stage.limit, tone="warn"))
+    for instance in status.instances:
+        if instance.failed is not None:
+            words = restricted({instance.name: instance.failed})
+            found.append(EventRow(ago_s=None, words=words, tone="bad"))
+        if instance.limit:
+            found.append(EventRow(ago_s=None, words=instance.limit, tone="warn"))
+    for line in reversed(status.recent):
         words, tone = describe(line)
         ago_s = max(unix_s - line["t"] / 1e9, 0.0) if unix_s else None
         found.append(EventRow(ago_s=ago_s, words=words, tone=tone))
     return tuple(found)
-
-
-def _pins(status: Status) -> Iterable[Mapping[str, Any]]:
-    pinned: Status = status.get("pinned") or {}
-    return pinned.get("groups") or ()

@@ -11,6 +11,7 @@ from staleflow.metrics.reader import metric_lines
 from staleflow.monitor.replay import Contradiction, TraceState
 from staleflow.net.transport import SOCKETS, Transport
 from staleflow.process.hung_files import PatientReader
+from staleflow.protocols.wire.messages import ParametersStatus, SchedulerStatus
 from staleflow.supervisor import summary
 from staleflow.supervisor.view import Snapshot
 from staleflow.supervisor.watch import NewLines, StatusWatch
@@ -46,8 +47,8 @@ class Live:
         self.name = run_dir.resolve().name if run_dir is not None else address
         self.trace: Path | None = None
         self._transport = transport
-        self._watch = StatusWatch(address, LIVE_INTERVAL_S, transport=transport)
-        self._parameters: StatusWatch | None = None
+        self._watch = StatusWatch(SchedulerStatus, address, LIVE_INTERVAL_S, transport=transport)
+        self._parameters: StatusWatch[ParametersStatus] | None = None
         self._lines: PatientReader[tuple[Mapping[str, Any], ...]] | None = None
         self._summary: PatientReader[summary.Summary | None] | None = None
         self._identified = False
@@ -68,7 +69,7 @@ class Live:
     @property
     def answered(self) -> bool:
         """True once the scheduler has answered."""
-        return bool(self._watch.newest)
+        return self._watch.newest is not None
 
     @property
     def silent_s(self) -> float:
@@ -78,15 +79,15 @@ class Live:
     @property
     def complete(self) -> bool:
         """True once the parameter server has answered, too."""
-        return self._parameters is not None and bool(self._parameters.newest)
+        return self._parameters is not None and self._parameters.newest is not None
 
     def snapshot(self) -> Snapshot:
-        status = self._watch.newest
-        if status and not self._identified:
+        status = self._watch.newest or SchedulerStatus()
+        if status.heard and not self._identified:
             self._identify(status)
-        self._watch_parameters(str(status.get("parameters") or ""))
+        self._watch_parameters(status.parameters)
         end = self._end()
-        phase, ended = end or (phase_of(status, self.silent_s), "")
+        phase, ended = end or (phase_of(status, self.silent_s) if status.heard else "no answer yet", "")
         return Snapshot(
             phase=phase,
             ended=ended,
@@ -94,7 +95,7 @@ class Live:
             status=status,
             status_age_s=self.silent_s,
             lines=(self._lines.take() if self._lines is not None else None) or (),
-            parameters={} if self._parameters is None else self._parameters.newest,
+            parameters=(self._parameters and self._parameters.newest) or ParametersStatus(),
             unix_s=time.time(),
         )
 
@@ -108,20 +109,19 @@ class Live:
         steps = f"{ended_run.steps:,} of {ended_run.steps_wanted:,} steps"
         return ended_run.outcome, f"the run has ended: {ended_run.outcome}, {steps}; details: staleflow report {folder}"
 
-    def _elapsed_s(self, status: Mapping[str, Any], *, over: bool) -> float:
+    def _elapsed_s(self, status: SchedulerStatus, *, over: bool) -> float:
         """Return the running time of the run. It stops with the run, and counts on while the scheduler is silent."""
-        run_s = float(status.get("run_s") or 0.0)
         if not over:
             self._ended_s = None
-            return run_s + self.silent_s
-        self._ended_s = run_s if self._ended_s is None else self._ended_s
+            return status.run_s + self.silent_s
+        self._ended_s = status.run_s if self._ended_s is None else self._ended_s
         return self._ended_s
 
-    def _identify(self, status: Mapping[str, Any]) -> None:
+    def _identify(self, status: SchedulerStatus) -> None:
         """Take the name and the directory of the run from the first reply."""
         self._identified = True
-        run_dir = Path(str(status.get("run_dir") or ""))
-        if self.trace is None and status.get("run_dir"):
+        run_dir = Path(status.run_dir)
+        if self.trace is None and status.run_dir:
             self.name = run_dir.name
             if (run_dir / TRACE).is_file():
                 self._open_files(run_dir)
@@ -134,25 +134,23 @@ class Live:
     def _watch_parameters(self, endpoint: str) -> None:
         """Start polling the parameter server once the scheduler has reported its address."""
         if self._parameters is None and endpoint:
-            self._parameters = StatusWatch(endpoint, 2 * LIVE_INTERVAL_S, transport=self._transport)
+            self._parameters = StatusWatch(ParametersStatus, endpoint, 2 * LIVE_INTERVAL_S, transport=self._transport)
             self._parameters.__enter__()
 
 
-def phase_of(status: Mapping[str, Any], age_s: float = 0.0) -> str:
+def phase_of(status: SchedulerStatus, age_s: float = 0.0) -> str:
     """Return the phase of a run in a few words, from a status that is ``age_s`` old."""
-    if not status:
-        return "no answer yet"
     if age_s > 3 * LIVE_INTERVAL_S:
         return "no answer"
-    if status.get("error"):
+    if status.error:
         return "failed"
     if outcome := summary.ended(status):
         return outcome
-    if status.get("drained"):
+    if status.drained:
         return "draining"
-    if status.get("closed"):
+    if status.closed:
         return "finished"
-    return "running" if int(status.get("version", -1)) >= 0 else "starting"
+    return "running" if status.version >= 0 else "starting"
 
 
 class Replay:

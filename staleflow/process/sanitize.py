@@ -31,12 +31,18 @@ def printable_lines(text: str) -> str:
 
 
 def all_printable(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """Return a copy of plain data with every text in it, keys included, made ``printable``. Numbers that no scale can
-    show become None: NaN, infinities and numbers beyond any measurement."""
+    """Return a copy of plain data and structs with every text in it, keys included, made ``printable``.
+
+    Numbers that no scale can show become None, or the default of a struct's field: NaN, infinities and numbers beyond
+    any measurement.
+    """
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
         return {all_printable(key): all_printable(inner, depth - 1) for key, inner in value.items()} if depth else {}  # pyright: ignore[reportUnknownVariableType]
+    if hasattr(value, "__struct_fields__"):
+        fields = {name: all_printable(getattr(value, name), depth - 1) for name in value.__struct_fields__}
+        return type(value)(**{name: inner for name, inner in fields.items() if inner is not None})
     if isinstance(value, list | tuple):
         inner = [all_printable(inner, depth - 1) for inner in value] if depth else []  # pyright: ignore[reportUnknownVariableType]
         return tuple(inner) if isinstance(value, tuple) else inner

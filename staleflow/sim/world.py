@@ -14,7 +14,7 @@ from staleflow.net.limits import TransportLimits
 from staleflow.net.memory_transport import MemoryEndpoint
 from staleflow.protocols.consistency import effects
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
-from staleflow.protocols.wire.messages import Attach, GetStatus, Reply, Status
+from staleflow.protocols.wire.messages import Attach, GetStatus, Reply, SchedulerStatus
 from staleflow.servers.scheduler.ledger.interpreter import TABLES
 from staleflow.servers.scheduler.lengths.expected import Lengths
 from staleflow.servers.scheduler.main import CYCLE_DELAY_S, open_service
@@ -157,8 +157,8 @@ class World:
             self._ask("monitor")(GetStatus(), self._stalled)
 
     def _stalled(self, reply: Reply) -> None:
-        assert isinstance(reply, Status)
-        raise Stalled(f"nothing has happened for {self._stall_timeout_s:.0f} s of virtual time: {reply.values['why']}")
+        assert isinstance(reply, SchedulerStatus)
+        raise Stalled(f"nothing has happened for {self._stall_timeout_s:.0f} s of virtual time: {reply.why}")
 
     def _ask(self, name: str) -> Ask:
         return lambda body, on_reply=nothing, frames=(): self._endpoint.call(name, body, on_reply, frames)

@@ -76,7 +76,7 @@ def has_ended(address: str, role: str, *, timeout_s: float) -> bool:
     try:
         with _admin(address, role) as admin:
             if role == "train":
-                return bool(admin.status(timeout_s=timeout_s).get("finished"))
+                return admin.status(timeout_s).finished
             return admin.run(timeout_s=timeout_s).ending
     except (Unavailable, Refused):
         return True

@@ -19,6 +19,7 @@ from staleflow.configs.durable_files import make_folder
 from staleflow.configs.errors import ConfigError, shown
 from staleflow.configs.loading.load import RESOLVED, difference, read_run, with_steps, write_resolved
 from staleflow.configs.schema import Config
+from staleflow.protocols.wire.messages import SchedulerStatus
 from staleflow.supervisor import summary
 
 RUNS = Path("runs")
@@ -155,7 +156,7 @@ def died(run_dir: Path) -> Died | None:
     trace = run_dir / summary.TRACE
     if holder(run_dir) is not None or summary.read(run_dir) is not None or not trace.is_file():
         return None
-    facts = summary.of_trace(trace)
+    facts = summary.of_trace(trace, SchedulerStatus())
     try:
         resume = (run_dir / _LOCK).read_text().partition("\n")[2].strip()
         resume = resume or f"{summary.RUN} --run-dir {run_dir} --resume"

@@ -14,6 +14,7 @@ from staleflow.configs.durable_files import write_durably
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.metrics.reader import metric_lines
+from staleflow.protocols.wire.messages import SchedulerStatus
 from staleflow.trace.running_time import timed
 from staleflow.trace.writer import read_events
 
@@ -172,14 +173,13 @@ def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
     )
 
 
-def ended(status: Mapping[str, Any]) -> str:
+def ended(status: SchedulerStatus) -> str:
     """Return the outcome by the scheduler's status: failed, drained or finished; empty until the trainer reports it."""
-    if not status.get("finished"):
+    if not status.finished:
         return ""
-    if status.get("error"):
+    if status.error:
         return "failed"
-    early = int(status.get("version") or 0) < int(status.get("steps") or 0)
-    return "drained" if status.get("drained") and early else "finished"
+    return "drained" if status.drained and status.version < status.steps else "finished"
 
 
 def newest_model(run_dir: Path) -> Path | None:
@@ -190,19 +190,16 @@ def newest_model(run_dir: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name), default=None)
 
 
-def of_trace(trace: Path, status: Mapping[str, Any] | None = None) -> TraceFacts:
+def of_trace(trace: Path, status: SchedulerStatus) -> TraceFacts:
     """Return the facts of a trace; if it cannot be read, return those that ``status`` contains."""
     try:
         return facts(read_events(trace))
     except ConfigError:
-        status = status or {}
-        totals: Mapping[str, Any] = status.get("totals") or {}
-        releases: Mapping[str, int] = totals.get("releases") or {}
         return TraceFacts(
-            steps=max(int(status.get("version") or 0), 0),
-            tokens_trained=int(totals.get("tokens_trained") or 0),
-            filtered=int(releases.get("filtered", 0)),
-            wall_s=float(status.get("run_s") or 0.0),
+            steps=max(status.version, 0),
+            tokens_trained=status.totals.tokens_trained,
+            filtered=status.totals.releases.get("filtered", 0),
+            wall_s=status.run_s,
         )
 
 
@@ -218,7 +215,7 @@ def summarise(
     *,
     outcome: str,
     error: str,
-    status: Mapping[str, Any],
+    status: SchedulerStatus,
     violations: int | None,
     restarts: Mapping[str, int],
     resume: str = "",
@@ -231,13 +228,12 @@ def summarise(
     lines = metric_lines(run_dir / "metrics.jsonl")
     what, start, end = rewards(lines)
     trace = of_trace(run_dir / TRACE, status)
-    totals: Mapping[str, Any] = status.get("totals") or {}
     return Summary(
         name=config.name,
         run_dir=str(run_dir),
         model=str((config.trainer.backend != "simulated" and newest_model(run_dir)) or ""),
         outcome=outcome,
-        error=error or str(status.get("error") or ""),
+        error=error or status.error,
         steps=trace.steps,
         steps_wanted=config.trainer.steps,
         reward_start=start,
@@ -249,7 +245,7 @@ def summarise(
         bound=config.staleness.bound.value,
         violations=violations,
         tokens_trained=trace.tokens_trained,
-        tokens_generated=max(int(totals.get("tokens_generated") or 0), trace.tokens_pushed),
+        tokens_generated=max(status.totals.tokens_generated, trace.tokens_pushed),
         tokens_per_s=trace.tokens_per_s,
         wall_s=trace.wall_s,
         restarts={name: count for name, count in restarts.items() if count},
@@ -263,7 +259,7 @@ def summarise(
 def trained(run_dir: Path) -> int:
     """Return the number of trained steps that were not rolled back, from the summary or else from the trace."""
     found = read(run_dir)
-    return of_trace(run_dir / TRACE).steps if found is None else found.steps
+    return of_trace(run_dir / TRACE, SchedulerStatus()).steps if found is None else found.steps
 
 
 def finished(run_dir: Path, steps: int) -> Summary | None:

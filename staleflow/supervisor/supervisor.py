@@ -10,9 +10,8 @@
 import secrets
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from staleflow.clients.admin import Admin
 from staleflow.configs.loading.load import addresses
@@ -20,6 +19,7 @@ from staleflow.configs.schema import Config
 from staleflow.net.errors import Refused, Unavailable
 from staleflow.net.security import OBSERVER_ROLES, check_keys, client_sockets
 from staleflow.process.sanitize import printable
+from staleflow.protocols.wire.messages import ParametersStatus, SchedulerStatus, Status
 from staleflow.supervisor import model, roles
 from staleflow.supervisor.children import Child
 from staleflow.supervisor.drain import drain
@@ -79,14 +79,16 @@ class Supervisor:
         where = addresses(self._config, self._run_dir)
         with (
             StopSignals() as self._stop,
-            StatusWatch(where.scheduler, transport=self._sockets) as self._watch,
-            StatusWatch(where.parameters, PARAMETERS_INTERVAL_S, transport=self._sockets) as self._versions,
+            StatusWatch(SchedulerStatus, where.scheduler, transport=self._sockets) as self._watch,
+            StatusWatch(
+                ParametersStatus, where.parameters, PARAMETERS_INTERVAL_S, transport=self._sockets
+            ) as self._versions,
         ):
             self._view.start()
             try:
                 outcome, error = self._outcome()
                 self._watch.poll_now()
-                status = self._watch.newest
+                status = self._status
             finally:
                 try:
                     self._drain()
@@ -95,6 +97,10 @@ class Supervisor:
                     self._view.stop()
         summary = self._summary(outcome, error, status)
         return self._report(summary, outcome, error)
+
+    @property
+    def _status(self) -> SchedulerStatus:
+        return self._watch.newest or SchedulerStatus()
 
     def _outcome(self) -> tuple[str, str]:
         try:
@@ -109,8 +115,8 @@ class Supervisor:
             self._failed_code = failure.code
             self._resume = self._resume if failure.code != 2 else ""  # an unchanged run would fail again
             return "failed", str(failure)
-        status = self._watch.newest
-        return ended(status), str(status.get("error") or "")
+        status = self._status
+        return ended(status), status.error
 
     # Starting ----------------------------------------------------------------------------------------------------
 
@@ -142,7 +148,7 @@ class Supervisor:
         with Admin(address, "supervisor", transport=self._sockets) as admin:
             while True:
                 try:
-                    admin.status(timeout_s=POLL_INTERVAL_S)
+                    admin.status_of(Status, POLL_INTERVAL_S)
                     return
                 except (Unavailable, Refused):
                     self._wait()
@@ -166,12 +172,12 @@ class Supervisor:
     # Watching ----------------------------------------------------------------------------------------------------
 
     def _until_finished(self) -> None:
-        while not self._watch.newest.get("finished"):
+        while not self._status.finished:
             self._wait()
             self._restart_dead(self._children)
-            if self._watch.newest.get("drained"):
+            if self._status.drained:
                 self._phase = "draining"
-            elif self._watch.newest.get("version", -1) >= 0:
+            elif self._status.version >= 0:
                 self._phase = "training"
 
     def _await_trainer(self) -> None:
@@ -205,11 +211,9 @@ class Supervisor:
         child.sweep()
         if child.role.kind is not Kind.SCHEDULER:  # a dead scheduler cannot answer
             self._watch.poll_now()
-        status = self._watch.newest
-        drained = code == 0 and child.role.kind is Kind.WORKER and bool(status.get("drained"))
-        if (
-            status.get("finished") or drained
-        ):  # a trainer that exited during a drain without reporting its end is restarted to report it
+        status = self._status
+        if status.finished or (code == 0 and child.role.kind is Kind.WORKER and status.drained):
+            # a trainer that exited during a drain without reporting its end is restarted to report it
             child.over = True
             return
         if code == 2:
@@ -229,33 +233,29 @@ class Supervisor:
         drain(self._children, self._show, self._view.notify, self._stop.second)
 
     def _show(self) -> None:
-        status = self._watch.newest
         self._view.show(
             Snapshot(
                 phase=self._phase,
                 elapsed_s=time.monotonic() - self._began,
                 processes=tuple(child.state(self._loading(child)) for child in self._children),
-                status=status,
+                status=self._status,
                 status_age_s=self._watch.age_s,
                 lines=self._lines.take(),
                 detail=self._detail,
-                parameters=self._versions.newest,
+                parameters=self._versions.newest or ParametersStatus(),
                 unix_s=time.time(),
             )
         )
 
     def _loading(self, child: Child) -> str:
         """Return the loading progress of a worker or trainer that has not attached yet; empty otherwise."""
-        status = self._watch.newest
         if child.role.kind is Kind.TRAINER:
-            waits = not status.get("trainer_term")
+            waits = not self._status.trainer_term
         else:
-            waits = child.role.kind is Kind.WORKER and not any(
-                worker.get("name") == child.name for worker in status.get("workers") or ()
-            )
+            waits = child.role.kind is Kind.WORKER and all(it.name != child.name for it in self._status.workers)
         return printable(child.loading()) if waits and child.alive else ""
 
-    def _summary(self, outcome: str, error: str, status: Mapping[str, Any]) -> Summary:
+    def _summary(self, outcome: str, error: str, status: SchedulerStatus) -> Summary:
         summary = summarise(
             self._config,
             self._run_dir,

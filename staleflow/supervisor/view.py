@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from staleflow.process.sanitize import all_printable
+from staleflow.protocols.wire.messages import ParametersStatus, SchedulerStatus
 from staleflow.supervisor.summary import Summary
 
 
@@ -35,8 +36,8 @@ class Snapshot:
     """Short description: building the model, starting, training, draining."""
     elapsed_s: float
     processes: tuple[ProcessState, ...] = ()
-    status: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Last reply of the scheduler to ``GetStatus``; empty before the first."""
+    status: SchedulerStatus = field(default_factory=SchedulerStatus)
+    """Last reply of the scheduler to ``GetStatus``; the default before the first."""
     status_age_s: float = 0.0
     lines: tuple[Mapping[str, Any], ...] = ()
     """Lines appended to ``metrics.jsonl`` since the previous snapshot, so that no step is skipped."""
@@ -44,8 +45,8 @@ class Snapshot:
     """Detail of the phase: the last line that the model builder printed."""
     ended: str = ""
     """Sentence on how the run ended; empty while it runs and if unknown."""
-    parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Last reply of the parameter server to ``GetStatus``; empty if it is not polled."""
+    parameters: ParametersStatus = field(default_factory=ParametersStatus)
+    """Last reply of the parameter server to ``GetStatus``; the default if it is not polled."""
     unix_s: float = 0.0
     """Unix time of the snapshot, for the age of events; 0 if unknown."""
 

@@ -5,27 +5,31 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from staleflow.clients.admin import Admin
 from staleflow.configs.errors import ConfigError
 from staleflow.metrics.reader import parsed
 from staleflow.net.errors import Refused, Unavailable
 from staleflow.net.transport import SOCKETS, Transport
+from staleflow.protocols.wire.messages import Status
+
+S = TypeVar("S", bound=Status)
 
 
-class StatusWatch:
-    """Thread that polls the status of a server; ``newest`` is the last reply."""
+class StatusWatch(Generic[S]):
+    """Thread that polls the status of a server of one kind; ``newest`` is the last reply."""
 
-    def __init__(self, address: str, every_s: float = 0.5, *, transport: Transport = SOCKETS) -> None:
+    def __init__(self, kind: type[S], address: str, every_s: float = 0.5, *, transport: Transport = SOCKETS) -> None:
+        self._kind = kind
         self._admin = Admin(address, "supervisor", transport=transport)
         self._every_s = every_s
         self._stop = threading.Event()
-        self._answer: tuple[float, Mapping[str, Any]] = (0.0, {})
+        self._answer: tuple[float, S | None] = (0.0, None)
         self._error: ConfigError | None = None
         self._thread = threading.Thread(target=self._poll, name="status", daemon=True)
 
-    def __enter__(self) -> "StatusWatch":
+    def __enter__(self) -> "StatusWatch[S]":
         self._thread.start()
         return self
 
@@ -35,22 +39,25 @@ class StatusWatch:
         self._thread.join(timeout=2.0)
 
     @property
-    def newest(self) -> Mapping[str, Any]:
-        """The last reply, empty before the first. Raise ``ConfigError`` if the run uses another staleflow version."""
+    def newest(self) -> S | None:
+        """The last reply, None before the first.
+
+        Raise ``ConfigError`` if the run uses another staleflow version, or the server is of another kind.
+        """
         if self._error is not None:
             raise self._error
         return self._answer[1]
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last reply."""
-        received_s, values = self._answer
-        return time.monotonic() - received_s if values else 0.0
+        """Seconds since the last reply; 0 before the first."""
+        received_s, status = self._answer
+        return 0.0 if status is None else time.monotonic() - received_s
 
     def poll_now(self) -> None:
         """Poll once in the calling thread; keep the previous reply if the server does not answer within a second."""
         with contextlib.suppress(Unavailable, Refused):
-            self._answer = (time.monotonic(), self._admin.status(timeout_s=1.0))
+            self._answer = (time.monotonic(), self._admin.status_of(self._kind, timeout_s=1.0))
 
     def _poll(self) -> None:
         try:

@@ -1,12 +1,12 @@
 """``staleflow status`` prints the state of a run whose scheduler replies."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from staleflow.cli.main import main
 from staleflow.configs.loading.load import load, write_resolved
+from staleflow.protocols.wire.messages import SchedulerStatus
 from tests.cli.conftest import SIMULATED
 from tests.monitor.world import STATUS
 
@@ -23,7 +23,7 @@ class Answers:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def status(self, **_: object) -> dict[str, Any]:
+    def status_of(self, *_: object, **__: object) -> SchedulerStatus:
         return STATUS
 
 

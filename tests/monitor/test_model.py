@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from staleflow.configs.loading.load import load
 from staleflow.launch import ray_machines, ssh
@@ -15,11 +16,22 @@ from staleflow.monitor.model import board
 from staleflow.monitor.plain import line
 from staleflow.monitor.roles import RoleRow, role_of
 from staleflow.monitor.rows import AgeRow, EventRow, PinRow, VersionRow, WindowRow
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.wire.messages import ParametersStatus, StageFailing
+from staleflow.protocols.wire.messages.status import (
+    Ages,
+    Hold,
+    Pinned,
+    RelayPlace,
+    ShardStatus,
+    WindowStatus,
+    WorkerStatus,
+)
 from staleflow.supervisor.children import Child
 from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.roles import workers
 from staleflow.supervisor.view import Snapshot
-from tests.monitor.world import STATUS, process, shown
+from tests.monitor.world import STATUS, process, shown, stored
 
 CLUSTER = Path(__file__).parents[2] / "configs" / "cluster.toml"
 
@@ -36,7 +48,7 @@ def test_the_numbers_come_from_the_status() -> None:
     assert (it.staleness_mean, it.staleness_max, it.bound, it.violations) == (1.25, 2, 2, 0)
     assert (it.trained_per_s, it.generated_per_s, it.loss, it.waits) == (980.0, 1544.0, 0.123, False)
     assert it.groups[:2] == (("leased", 5), ("pushed", 3))
-    assert it.why == STATUS["why"]
+    assert it.why == STATUS.why
 
 
 def test_the_window_tells_sealed_batches_what_is_live_by_each_step_and_who_pins() -> None:
@@ -45,23 +57,28 @@ def test_the_window_tells_sealed_batches_what_is_live_by_each_step_and_who_pins(
         WindowRow(deadline=24, leased=1, pushed=1, occupied=4, pinning=2, total=6, room=8),
         WindowRow(deadline=25, leased=4, pushed=2, occupied=4, pinning=0, total=16, room=16),
     )
-    ahead = board("run", shown(next_step=25, window=[]), History()).window
+    ahead = board("run", shown(next_step=25, window=()), History()).window
     assert [(row.deadline, row.sealed) for row in ahead] == [(23, "trains"), (24, "sealed")]
 
 
 def test_a_relay_says_how_many_get_their_weights_there_where_that_is_known() -> None:
     assert doing("relay-0") == "serves weights"
-    tree = {"relays": [{"relay": "relay-0.12ab34cd", "num_below": 2}, {"relay": "relay-1.12ab34ce", "num_below": 1}]}
-    known = dataclasses.replace(shown((process("relay-0"), process("relay-1"))), parameters=tree)
+
+    def tree(*relays: tuple[str, int]) -> ParametersStatus:
+        places = (RelayPlace(relay=relay, endpoint="", parent="", num_below=below) for relay, below in relays)
+        return ParametersStatus(relays=tuple(places))
+
+    both = tree(("relay-0.12ab34cd", 2), ("relay-1.12ab34ce", 1))
+    known = dataclasses.replace(shown((process("relay-0"), process("relay-1"))), parameters=both)
     rows = board("run", known, History()).roles[:2]
     assert [row.doing for row in rows] == ["serves weights to 2 readers", "serves weights to 1 reader"]
-    plain = dataclasses.replace(known, parameters={"relays": [{"relay": "relay-1", "num_below": 1}]})
+    plain = dataclasses.replace(known, parameters=tree(("relay-1", 1)))
     assert board("run", plain, History()).roles[1].doing == "serves weights to 1 reader"
 
 
 def test_under_the_token_bound_the_window_is_one_volume() -> None:
-    row = {"deadline": 0, "leased": 5, "pushed": 1, "occupied": 2}
-    it = board("run", shown(bound="token", window=[row], pinned={"step": 24, "groups": []}), History())
+    row = WindowStatus(deadline=0, leased=5, pushed=1, occupied=2)
+    it = board("run", shown(bound="token", window=(row,), pinned=Pinned(step=24)), History())
     assert it.window[-1] == WindowRow(deadline=25, leased=5, pushed=1, occupied=2, total=8, room=16)
 
 
@@ -72,7 +89,7 @@ def test_every_age_up_to_the_bound_has_a_row_and_older_ones_where_there_are_any(
         AgeRow(age=1, in_flight=1, in_queue=5, consumed=150),
         AgeRow(age=2, in_flight=0, in_queue=0, consumed=26),
     )
-    older = board("run", shown(staleness={"in_flight": [], "in_queue": [], "consumed": [(4, 1)]}), History())
+    older = board("run", shown(staleness=Ages(consumed=((4, 1),))), History())
     assert [row.age for row in older.ages] == [0, 1, 2, 3, 4]
 
 
@@ -94,12 +111,13 @@ def test_pins_versions_and_events_are_told_with_names_and_times() -> None:
 
 
 def test_a_stage_worker_that_fails_everything_and_stages_and_environments_that_are_the_limit_are_events() -> None:
-    failing = {"worker": "judge-0.ab", "failures": 12, "failing_ms": 5_000, "held_ms": 900, "why": "judge: refused"}
+    worker = WorkerId("judge-0.ab")
+    failing = StageFailing(worker=worker, failures=12, failing_ms=5_000, held_ms=900, why="judge: refused")
     limit = "stage judge: 8 of 8 calls under way, 4 groups queued; raise stage[0].concurrency or stage[0].workers"
-    stage = STATUS["stages"][0] | {"calls_under_way": 8, "limit": limit, "failing": [failing]}
+    stage = structs.replace(STATUS.stages[0], calls_under_way=8, limit=limit, failing=(failing,))
     episodes = "environment at rollout-0: 8 of 8 episodes under way, 5 queued; raise environment.concurrency"
-    instance = STATUS["instances"][0] | {"limit": episodes}
-    it = board("run", shown(stages=[stage], instances=[instance]), History())
+    instance = structs.replace(STATUS.instances[0], limit=episodes)
+    it = board("run", shown(stages=(stage,), instances=(instance,)), History())
     failed, full, environment = it.events[:3]
     assert (failed.ago_s, failed.tone) == (5.0, "bad")
     assert failed.words == "judge-0 fails every group of the stage judge, 12 in a row, and is held: judge: refused"
@@ -109,10 +127,10 @@ def test_a_stage_worker_that_fails_everything_and_stages_and_environments_that_a
 
 
 def test_an_engine_that_fails_everything_is_an_event_and_its_row_says_what_holds_it() -> None:
-    first, second = STATUS["instances"][:2]
-    held = first | {"failed": {"groups": 9, "held_s": 4.2, "detail": "no module named judge"}}
-    on_trial = second | {"failed": {"groups": 12, "held_s": 0.0, "detail": "no module named judge"}}
-    it = board("run", shown(instances=[held, on_trial]), History())
+    first, second = STATUS.instances[:2]
+    held = structs.replace(first, failed=Hold(groups=9, held_s=4.2, detail="no module named judge"))
+    on_trial = structs.replace(second, failed=Hold(groups=12, held_s=0.0, detail="no module named judge"))
+    it = board("run", shown(instances=(held, on_trial)), History())
     assert [row.command for row in it.instances] == ["held 4 s: 9 failed", "on trial: 12 failed"]
     assert [(row.ago_s, row.tone) for row in it.events[:2]] == [(None, "bad")] * 2
     assert [row.words for row in it.events[:2]] == [
@@ -122,10 +140,8 @@ def test_an_engine_that_fails_everything_is_an_event_and_its_row_says_what_holds
 
 
 def test_a_damaged_version_says_so_and_one_that_only_engines_have_is_shown() -> None:
-    kept: list[dict[str, Any]] = [
-        {"lineage": 0, "version": 23, "nbytes": 5, "registered": True, "corrupt": "w", "pinned_by": []}
-    ]
-    it = board("run", dataclasses.replace(shown(), parameters={"versions": kept}), History())
+    kept = ParametersStatus(versions=(stored(23, nbytes=5, corrupt="w"),))
+    it = board("run", dataclasses.replace(shown(), parameters=kept), History())
     assert [(row.version, row.nbytes, row.note) for row in it.versions] == [(23, 5, "damaged"), (22, None, "")]
 
 
@@ -163,7 +179,7 @@ def test_an_engine_keeps_its_curve_and_one_that_left_has_none() -> None:
     history = History()
     for at_s in range(3):
         history.see(shown(at_s=float(at_s)))
-    history.see(shown(at_s=3.0, instances=STATUS["instances"][:1]))
+    history.see(shown(at_s=3.0, instances=STATUS.instances[:1]))
     assert {worker: list(rates) for worker, rates in history.sparks.items()} == {"rollout-0.aa": [1234.0] * 4}
 
 
@@ -231,23 +247,23 @@ def test_the_time_left_follows_the_pace_of_the_last_steps() -> None:
 
 def test_each_role_says_what_it_does() -> None:
     assert doing("rollout-0") == "version 23, 32 decoding, 5 queued, 1,234 tokens/s"
-    assert doing("rollout-2", workers=[{"name": "rollout-2", "last_seen_s": 0}]) == "waits for weights"
+    assert doing("rollout-2", workers=(WorkerStatus(name="rollout-2", role="rollout"),)) == "waits for weights"
     assert doing("rollout-7") == "loading"
-    assert doing("rollout-0", workers=[], finished=True) == "done"
+    assert doing("rollout-0", workers=(), finished=True) == "done"
     assert doing("reward-0") == "judging, 3 groups to go"
     assert doing("judge-0") == "judging, 5 groups to go"
-    assert doing("reward-0", stages=[]) == "waits for groups"
+    assert doing("reward-0", stages=()) == "waits for groups"
     assert doing("scheduler") == "5 leases out, 3 engines"
     assert doing("trajectories-0") == "stores 19 groups to train"
-    shards = [{"shard": 0, "used_share": 0.42}, {"shard": 1, "used_share": None}]
+    shards = (ShardStatus(shard=0, used_share=0.42), ShardStatus(shard=1))
     assert doing("trajectories-0", shards=shards[:1]) == "stores 19 groups to train, 42 % full"
     assert doing("trajectories-0", shards=shards) == "stores its part of the groups, 42 % full"
     assert doing("trajectories-1", shards=shards) == "stores its part of the groups"
     full = "full: pushes wait until a checkpoint frees space; stores 19 groups to train"
-    assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.9}]) == full
-    assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.7, "full": "map"}]) == full
+    assert doing("trajectories-0", shards=(ShardStatus(shard=0, used_share=0.9),)) == full
+    assert doing("trajectories-0", shards=(ShardStatus(shard=0, used_share=0.7, full="map"),)) == full
     disk = "its disk is full: pushes wait; stores 19 groups to train"
-    assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.1, "full": "disk"}]) == disk
+    assert doing("trajectories-0", shards=(ShardStatus(shard=0, used_share=0.1, full="disk"),)) == disk
     assert doing("parameters") == "serves version 23"
     assert doing("parameters", version=-1) == "waits for version 0"
 
@@ -259,7 +275,7 @@ def test_what_looks_after_a_machine_is_running_and_loads_nothing(tmp_path: Path)
     with closing(Lifeline()) as lifeline:
         children = [Child(role, tmp_path, lifeline) for role in (*ours, *workers(config, tmp_path)[:1])]
         states = [dataclasses.replace(child.state(), state="running") for child in children]
-    told = board("run", shown(tuple(states), workers=[]), History()).roles
+    told = board("run", shown(tuple(states), workers=()), History()).roles
     assert [(row.name, row.doing) for row in told] == [
         ("trainer-machine-0", "running"),
         ("rollout-machine-0", "running"),
@@ -289,12 +305,12 @@ def test_a_process_that_is_not_running_is_bad_news_unless_the_run_ends() -> None
 
 
 def test_workers_attached_by_hand_are_shown_and_silence_is_said() -> None:
-    workers = [
-        {"name": "rollout-0", "role": "rollout", "last_seen_s": 0.1},
-        {"name": "reward-9f", "role": "stage", "last_seen_s": 0.1},
-        {"name": "rollout-9f", "role": "rollout", "last_seen_s": 7.4},
-        {"name": "admin.1", "role": "admin", "last_seen_s": 0.0},
-    ]
+    workers = (
+        WorkerStatus(name="rollout-0", role="rollout", last_seen_s=0.1),
+        WorkerStatus(name="reward-9f", role="stage", last_seen_s=0.1),
+        WorkerStatus(name="rollout-9f", role="rollout", last_seen_s=7.4),
+        WorkerStatus(name="admin.1", role="admin", last_seen_s=0.0),
+    )
     rows = board("run", shown((process("rollout-0"),), workers=workers), History()).roles
     assert [row.name for row in rows] == ["rollout-0", "reward-9f", "rollout-9f"]
     assert rows[1].doing == "judging, 3 groups to go"

@@ -5,7 +5,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from staleflow.cli import status
@@ -19,6 +21,7 @@ from staleflow.monitor.screen import OpenStory, dashboard
 from staleflow.monitor.story import headline, story
 from staleflow.monitor.top import encoded
 from staleflow.process.sanitize import json_line, printable, printable_lines
+from staleflow.protocols.wire.messages.status import as_dict
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.view import Snapshot
 from tests.cli.test_forged_traces import EVIL, LIFE, controls
@@ -45,15 +48,18 @@ TIMES = {
 def forged(value: Any, text: Callable[[str], str], number: Callable[[float], float]) -> Any:
     if isinstance(value, dict):
         return {key: inner if key in ("ev", "t") else forged(inner, text, number) for key, inner in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, msgspec.Struct):
+        fields = {name: forged(getattr(value, name), text, number) for name in value.__struct_fields__}
+        return structs.replace(value, **fields)
     if isinstance(value, list | tuple):
-        return [forged(inner, text, number) for inner in value]  # pyright: ignore[reportUnknownVariableType]
+        return tuple(forged(inner, text, number) for inner in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, str):
         return value if value in KNOWN else text(value)
     return number(value) if isinstance(value, float) else value
 
 
 def snapshot(text: Callable[[str], str], number: Callable[[float], float], step: int = 3) -> Snapshot:
-    told = forged(STATUS | {"metrics": METRICS | TIMES}, text, number)
+    told = forged(structs.replace(STATUS, metrics=METRICS | TIMES), text, number)
     lines = forged([METRICS | TIMES | {"step": step}], text, number)
     return Snapshot(
         phase="training",
@@ -81,7 +87,7 @@ def renderings(*shots: Snapshot) -> str:
     plain = PlainView(to, EVIL)
     plain.show(shots[-1])
     plain.notify(EVIL)
-    print(line(it), encoded(it), json_line(dict(shots[-1].status)), file=to)
+    print(line(it), encoded(it), json_line(as_dict(shots[-1].status)), file=to)
     return to.getvalue()
 
 

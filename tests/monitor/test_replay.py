@@ -3,7 +3,7 @@
 import io
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from staleflow.protocols.consistency.effects import ReleaseWhy
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import Step, Version, WorkerId
 from staleflow.protocols.consistency.limits import Bound
-from staleflow.protocols.wire.messages import GetClaims, GetStatus, Join, JoinReply, Status
+from staleflow.protocols.wire.messages import GetClaims, GetStatus, Join, JoinReply, SchedulerStatus
 from staleflow.trace.writer import read_events
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
@@ -107,15 +107,15 @@ class Played:
         assert isinstance(joined, JoinReply)
         self.table.term = joined.trainer_term
 
-    def both(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    def both(self) -> tuple[SchedulerStatus, SchedulerStatus]:
         """Return the scheduler's status and the status replayed from the trace."""
         reply = self.table.ask("monitor", GetStatus())
-        assert isinstance(reply, Status)
+        assert isinstance(reply, SchedulerStatus)
         lines = list(read_events(self._trace))
         for line in lines[self._told :]:
             self.retold.feed(line)
         self._told = len(lines)
-        return reply.values, self.retold.status()
+        return reply, self.retold.status()
 
 
 def shape(**staleness: Any) -> Config:
@@ -140,19 +140,19 @@ def test_the_trace_tells_what_the_scheduler_said(tmp_path: Path, config: Config,
     for _ in range(90):
         played.step()
         said, told = played.both()
-        assert {key: told[key] for key in SAME} == {key: said[key] for key in SAME}
-        assert {key: told["ledger"][key] for key in LEDGER} == {key: said["ledger"][key] for key in LEDGER}
+        assert {key: getattr(told, key) for key in SAME} == {key: getattr(said, key) for key in SAME}
+        assert {key: told.ledger[key] for key in LEDGER} == {key: said.ledger[key] for key in LEDGER}
         assert _named(told) == _named(said)
-        assert told["staleness"]["in_flight"] == said["staleness"]["in_flight"]
-        assert said["why"].startswith(told["why"].partition(", about")[0])
-        assert told["violations"] == 0
-        assert told["totals"].get("tokens_trained", 0) == said["totals"]["tokens_trained"]
+        assert told.staleness.in_flight == said.staleness.in_flight
+        assert said.why.startswith(told.why.partition(", about")[0])
+        assert told.violations == 0
+        assert told.totals.tokens_trained == said.totals.tokens_trained
     assert played.table.interpreter.machine.version > 0
     played.table.close()
 
 
-def _named(status: Mapping[str, Any]) -> list[tuple[int, int, str]]:
-    return [(pin["group"], pin["version"], pin["worker"]) for pin in status["pinned"]["groups"]]
+def _named(status: SchedulerStatus) -> list[tuple[int, int, str]]:
+    return [(pin.group, pin.version, pin.worker) for pin in status.pinned.groups]
 
 
 def written(folder: Path) -> Path:
@@ -195,19 +195,19 @@ def test_a_replay_goes_on_and_back_in_the_runs_own_time(tmp_path: Path) -> None:
     replay.advance(10.0)
     shot = replay.snapshot()
     assert (shot.phase, shot.elapsed_s, shot.unix_s, shot.lines) == ("replay", 10.0, 1010.0, ())
-    assert shot.status["instances"][0]["last_command"] == "assign 7"
-    assert shot.status["trainer_waits"] == "engines"
+    assert shot.status.instances[0].last_command == "assign 7"
+    assert shot.status.trainer_waits == "engines"
     replay.advance(20.0)
-    assert (replay.snapshot().status["trainer_waits"], replay.at_s) == ("", 30.0)
-    assert replay.snapshot().status["instances"][0]["tokens_per_s"] == 50.0
+    assert (replay.snapshot().status.trainer_waits, replay.at_s) == ("", 30.0)
+    assert replay.snapshot().status.instances[0].tokens_per_s == 50.0
     replay.to_the_end()
     over = replay.snapshot()
     assert (over.phase, over.elapsed_s) == ("replay, the end", 100.0)
     assert over.lines == ({"step": 0, "t": 1099.5, "loss": 0.5},)
-    assert over.status["staleness"]["consumed"] == [(0, 1)]
+    assert over.status.staleness.consumed == ((0, 1),)
     replay.advance(-70.0)
     back = replay.snapshot()
-    assert (back.elapsed_s, back.status["version"], back.lines) == (30.0, 0, ())
+    assert (back.elapsed_s, back.status.version, back.lines) == (30.0, 0, ())
     replay.to_the_end()
     assert len(replay.snapshot().lines) == 1, "and what comes after it comes again"
 
@@ -217,14 +217,14 @@ def test_a_masked_token_is_not_trained(tmp_path: Path) -> None:
     trace.write_text(trace.read_text().replace('"masked_tokens":0', '"masked_tokens":120'))
     replay = Replay(trace)
     replay.to_the_end()
-    assert replay.snapshot().status["totals"]["tokens_trained"] == 380
+    assert replay.snapshot().status.totals.tokens_trained == 380
 
 
 def test_a_trace_without_a_line_is_over_at_once(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").touch()
     replay = Replay(tmp_path / "trace.jsonl")
     replay.advance(1.0)
-    assert (replay.over, replay.snapshot().status["version"]) == (True, -1)
+    assert (replay.over, replay.snapshot().status.version) == (True, -1)
 
 
 def forged(folder: Path, ev: str, **fields: Any) -> Path:

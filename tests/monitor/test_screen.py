@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from staleflow.monitor.ending import print_summary
@@ -24,6 +25,7 @@ from staleflow.monitor.plain import PlainView
 from staleflow.monitor.screen import OpenStory, dashboard, keys
 from staleflow.monitor.story import Chapter
 from staleflow.monitor.words import amount, bar, clock, curve, meter, number, short, span
+from staleflow.protocols.wire.messages.status import Ages, WindowStatus
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.view import Snapshot
 from tests.monitor.world import ROLES, STATUS, process, shown
@@ -61,7 +63,7 @@ def seen(shot: Snapshot) -> Board:
     """The screen after a minute of polls."""
     history = History()
     for at_s, rate in ((20.0, 400.0), (50.0, 900.0), (80.0, 1234.0)):
-        engines = [STATUS["instances"][0] | {"tokens_per_s": rate}, *STATUS["instances"][1:]]
+        engines = (structs.replace(STATUS.instances[0], tokens_per_s=rate), *STATUS.instances[1:])
         lines: list[dict[str, Any]] = [{"step": at_s, "reward/mean": rate / 2000, "loss": 1 / rate}]
         waits = "" if at_s < 50 else "older groups"
         history.see(dataclasses.replace(shown(at_s=at_s, instances=engines, trainer_waits=waits), lines=tuple(lines)))
@@ -135,13 +137,13 @@ def test_the_engines_are_sorted_and_filtered() -> None:
 
 
 def test_an_engine_may_have_any_name() -> None:
-    engines = [STATUS["instances"][0] | {"worker": name, "name": name} for name in ("gpu-10", "gpu-²", "gpu-2")]
+    engines = [structs.replace(STATUS.instances[0], worker=name, name=name) for name in ("gpu-10", "gpu-²", "gpu-2")]
     text = "\n".join(drawn(seen(snapshot(instances=engines))))
     assert text.index("gpu-2 ") < text.index("gpu-10 ") < text.index("gpu-² ")
 
 
 def test_the_chosen_row_of_a_thousand_engines_is_on_the_screen() -> None:
-    engines = [STATUS["instances"][0] | {"worker": f"rollout-{n}.aa", "name": f"rollout-{n}"} for n in range(1024)]
+    engines = [structs.replace(STATUS.instances[0], worker=f"rollout-{n}.aa", name=f"rollout-{n}") for n in range(1024)]
     it = seen(snapshot(instances=engines))
     text = "\n".join(drawn(it, Look(row=700)))
     assert "rollout-700 " in text
@@ -239,7 +241,7 @@ def test_the_reason_has_as_many_rows_as_it_needs_and_an_ellipsis_when_that_is_to
 
 
 def test_a_narrow_list_leaves_columns_out_and_no_digit() -> None:
-    engines = [STATUS["instances"][0] | {"worker": f"rollout-{n}.aa", "name": f"rollout-{n}"} for n in (10, 11)]
+    engines = [structs.replace(STATUS.instances[0], worker=f"rollout-{n}.aa", name=f"rollout-{n}") for n in (10, 11)]
     lines = drawn(seen(snapshot(instances=engines)), Look(), 60, 24)
     assert [line[2:13] for line in lines if line.startswith("│ rollout-1")] == ["rollout-10 ", "rollout-11 "]
     assert any("rollout-10       23    32/32  75 %      1.2k  assign " in line for line in lines)
@@ -257,7 +259,7 @@ def test_no_box_is_empty_for_want_of_rows() -> None:
 def test_what_was_trained_is_summed_up_from_its_own_column() -> None:
     """The last step of the world has a mean of 1.25; all trained groups are 0 x 8, 1 x 150, 2 x 26."""
     assert any("trained: mean 1.10  max 2  0 violations" in line for line in drawn(seen(snapshot()), width=120))
-    nothing = {"in_flight": [(0, 4)], "in_queue": [], "consumed": []}
+    nothing = Ages(in_flight=((0, 4),))
     assert any("mean -  max -  0 violations" in line for line in drawn(seen(snapshot(staleness=nothing))))
 
 
@@ -306,8 +308,8 @@ def test_where_a_run_lies_is_told_whole_and_keys_give_way() -> None:
 
 def test_under_the_token_bound_the_masked_share_is_shown() -> None:
     history = History()
-    metrics = STATUS["metrics"] | {"staleness/masked_token_ratio": 0.2}
-    window = [{"deadline": 0, "leased": 5, "pushed": 1, "occupied": 2}]
+    metrics = STATUS.metrics | {"staleness/masked_token_ratio": 0.2}
+    window = (WindowStatus(deadline=0, leased=5, pushed=1, occupied=2),)
     shot = snapshot(bound="token", window=window, metrics=metrics)
     history.see(shot)
     text = "\n".join(drawn(board("run", shot, history), Look(), 100, 30))
@@ -355,7 +357,7 @@ def test_the_plain_view_says_a_line_at_a_new_phase_and_then_now_and_again() -> N
     where, *lines = out.getvalue().splitlines()
     assert where == "run directory: runs/mine"
     assert lines[0] == (
-        f"   1:23  training  23/100 steps  reward 0.61  staleness 1.2/2 of 2  980 tokens/s  ({STATUS['why']})"
+        f"   1:23  training  23/100 steps  reward 0.61  staleness 1.2/2 of 2  980 tokens/s  ({STATUS.why})"
     )
     assert len(lines) == 2
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from staleflow.monitor import sources
 from staleflow.monitor.history import History
 from staleflow.monitor.model import board
 from staleflow.monitor.sources import Live
+from staleflow.protocols.wire.messages import ParametersStatus, SchedulerStatus, Status
 from tests.monitor.test_screen import SUMMARY
 from tests.monitor.world import STATUS
 
@@ -19,55 +21,60 @@ from tests.monitor.world import STATUS
 class Watch:
     """Stands in for a thread that queries a server."""
 
-    answers: dict[str, dict[str, Any]]
+    answers: dict[str, Status]
     age_s = 0.0
 
-    def __init__(self, address: str, *_: object, **__: object) -> None:
+    def __init__(self, kind: type[Status], address: str, *_: object, **__: object) -> None:
         self._address = address
 
     def __enter__(self) -> None: ...
     def __exit__(self, *_: object) -> None: ...
 
     @property
-    def newest(self) -> dict[str, Any]:
-        return self.answers.get(self._address, {})
+    def newest(self) -> Status | None:
+        return self.answers.get(self._address)
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Status]:
     Watch.answers, Watch.age_s = {}, 0.0
     monkeypatch.setattr(sources, "StatusWatch", Watch)
     return Watch.answers
 
 
-def test_nothing_is_claimed_before_the_first_answer(answers: dict[str, Any]) -> None:
+def test_nothing_is_claimed_before_the_first_answer(answers: dict[str, Status]) -> None:
     live = Live("tcp://far:1")
     shot = live.snapshot()
-    assert (live.name, live.answered, shot.phase, shot.status) == ("tcp://far:1", False, "no answer yet", {})
+    assert (live.name, live.answered, shot.phase, shot.status) == (
+        "tcp://far:1",
+        False,
+        "no answer yet",
+        SchedulerStatus(),
+    )
 
 
 def test_the_scheduler_says_where_the_parameter_server_and_the_run_directory_are(
-    answers: dict[str, Any], tmp_path: Path
+    answers: dict[str, Status], tmp_path: Path
 ) -> None:
     (tmp_path / "trace.jsonl").touch()
     (tmp_path / "metrics.jsonl").write_text('{"step":1,"loss":0.5}\n')
     live = Live("tcp://near:1")
-    answers["tcp://near:1"] = STATUS | {"run_s": 50.0, "run_dir": str(tmp_path), "parameters": "tcp://near:2"}
-    answers["tcp://near:2"] = {"versions": []}
+    answers["tcp://near:1"] = structs.replace(STATUS, run_s=50.0, run_dir=str(tmp_path), parameters="tcp://near:2")
+    answers["tcp://near:2"] = ParametersStatus()
     shot = live.snapshot()
     assert (live.name, live.trace, live.complete) == (tmp_path.name, tmp_path / "trace.jsonl", True)
-    assert (shot.phase, shot.lines, shot.parameters) == ("running", ({"step": 1, "loss": 0.5},), {"versions": []})
+    assert (shot.phase, shot.lines, shot.parameters) == ("running", ({"step": 1, "loss": 0.5},), ParametersStatus())
     assert 50.0 <= shot.elapsed_s < 60.0
 
 
-def test_a_directory_that_is_on_another_machine_is_out_of_reach(answers: dict[str, Any], tmp_path: Path) -> None:
-    answers["tcp://far:1"] = STATUS | {"run_dir": str(tmp_path / "there")}
+def test_a_directory_that_is_on_another_machine_is_out_of_reach(answers: dict[str, Status], tmp_path: Path) -> None:
+    answers["tcp://far:1"] = structs.replace(STATUS, run_dir=str(tmp_path / "there"))
     live = Live("tcp://far:1")
     assert live.snapshot().lines == ()
     assert (live.name, live.trace) == ("there", None)
 
 
-def test_a_run_that_came_to_its_end_is_not_waited_for(answers: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_that_came_to_its_end_is_not_waited_for(answers: dict[str, Status], tmp_path: Path) -> None:
     live = Live("a", tmp_path)
     answers["a"], Watch.age_s = STATUS, 9.0
     assert (live.snapshot().phase, live.snapshot().ended) == ("no answer", ""), "it may come back"
@@ -79,36 +86,38 @@ def test_a_run_that_came_to_its_end_is_not_waited_for(answers: dict[str, Any], t
     assert live.snapshot().phase == "running", "a resumed one answers"
 
 
-def test_the_clock_shows_the_running_time_and_counts_on_while_the_scheduler_is_silent(answers: dict[str, Any]) -> None:
-    answers["a"] = STATUS | {"run_s": 500.0, "uptime_s": 1.0}
+def test_the_clock_shows_the_running_time_and_counts_on_while_the_scheduler_is_silent(
+    answers: dict[str, Status],
+) -> None:
+    answers["a"] = structs.replace(STATUS, run_s=500.0, uptime_s=1.0)
     live = Live("a")
     assert live.snapshot().elapsed_s == 500.0
     Watch.age_s = 2.5
     assert live.snapshot().elapsed_s == 502.5
 
 
-def test_the_clock_stops_with_the_run(answers: dict[str, Any], tmp_path: Path) -> None:
+def test_the_clock_stops_with_the_run(answers: dict[str, Status], tmp_path: Path) -> None:
     live = Live("a", tmp_path)
-    answers["a"] = STATUS | {"run_s": 500.0, "finished": True}
+    answers["a"] = structs.replace(STATUS, run_s=500.0, finished=True)
     assert live.snapshot().elapsed_s == 500.0
-    answers["a"], Watch.age_s = STATUS | {"run_s": 501.0, "finished": True}, 60.0
+    answers["a"], Watch.age_s = structs.replace(STATUS, run_s=501.0, finished=True), 60.0
     (tmp_path / "summary.json").write_bytes(msgspec.json.encode(SUMMARY))
     assert live.snapshot().elapsed_s == 500.0
-    answers["a"], Watch.age_s = STATUS | {"run_s": 510.0}, 0.0
+    answers["a"], Watch.age_s = structs.replace(STATUS, run_s=510.0), 0.0
     assert live.snapshot().elapsed_s == 510.0, "a resumed run continues"
 
 
-def test_a_monitor_that_attaches_late_shows_the_progress_since_the_first_evaluation(answers: dict[str, Any]) -> None:
+def test_a_monitor_that_attaches_late_shows_the_progress_since_the_first_evaluation(answers: dict[str, Status]) -> None:
     metrics = {"step": 90, "lineage": 1, "reward/eval": 0.71}
     first = {"step": -1, "lineage": 0, "reward/eval": 0.39}
-    answers["a"] = STATUS | {"metrics": metrics, "first_metrics": first}
+    answers["a"] = structs.replace(STATUS, metrics=metrics, first_metrics=first)
     history = History()
     for _ in range(2):
         history.see(Live("a").snapshot())
     assert board("run", Live("a").snapshot(), history).held_out == (0.39, 0.71)
 
 
-def test_a_snapshot_does_not_wait_for_a_file_system_that_hangs(answers: dict[str, Any], tmp_path: Path) -> None:
+def test_a_snapshot_does_not_wait_for_a_file_system_that_hangs(answers: dict[str, Status], tmp_path: Path) -> None:
     """Opening a pipe without a writer blocks like a read from an unresponsive network file system."""
     os.mkfifo(tmp_path / "metrics.jsonl")
     answers["a"] = STATUS
@@ -127,12 +136,14 @@ def test_a_snapshot_does_not_wait_for_a_file_system_that_hangs(answers: dict[str
     ("status", "age_s", "phase"),
     [
         ({"version": -1}, 0.0, "starting"),
-        ({"version": 3}, 0.0, "running"),
-        ({"version": 3, "finished": True}, 0.0, "finished"),
-        ({"version": 3}, 9.0, "no answer"),
+        ({}, 0.0, "running"),
+        ({"finished": True, "steps": 23}, 0.0, "finished"),
+        ({}, 9.0, "no answer"),
     ],
 )
-def test_the_phase_is_said_in_a_word(answers: dict[str, Any], status: dict[str, Any], age_s: float, phase: str) -> None:
-    answers["a"] = status
+def test_the_phase_is_said_in_a_word(
+    answers: dict[str, Status], status: dict[str, Any], age_s: float, phase: str
+) -> None:
+    answers["a"] = structs.replace(STATUS, **status)
     Watch.age_s = age_s
     assert Live("a").snapshot().phase == phase

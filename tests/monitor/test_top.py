@@ -80,7 +80,8 @@ def test_the_time_that_a_way_back_takes_is_none_of_the_replay(tmp_path: Path, mo
 
 def test_lines_end_when_the_scheduler_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("staleflow.monitor.sources.StatusWatch", Watch)
-    Watch.answers, Watch.age_s = {"a": STATUS}, SILENCE_TIMEOUT_S + 1
+    Watch.answers, Watch.age_s = {}, SILENCE_TIMEOUT_S + 1
+    Watch.answers["a"] = STATUS
     out = io.StringIO()
     with pytest.raises(Unavailable, match="no answer from a for 31"):
         list(lines(Live("a"), out, as_json=False, speed=None))

@@ -23,7 +23,7 @@ from staleflow.net.transport import Link, OnMessage, Sockets
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.codec import ProtocolError, encode_reply
-from staleflow.protocols.wire.messages import PROTOCOL, Done, GetStatus, Pong, Refusal, Status
+from staleflow.protocols.wire.messages import PROTOCOL, Done, GetStatus, Pong, Refusal, RelayStatus, Status
 
 if TYPE_CHECKING:
     from tests.net.conftest import Network
@@ -44,8 +44,8 @@ async def bound_again(network: "Network", address: str) -> Endpoint:
 
 
 async def test_an_answer_of_the_expected_type_is_returned(network: "Network", ipc: str) -> None:
-    network.endpoint(ipc, lambda call: call.reply(Status(values={"a": 1})))
-    assert await network.client(ipc).ask(GetStatus(), Status) == Status(values={"a": 1})
+    network.endpoint(ipc, lambda call: call.reply(RelayStatus(parent="a")))
+    assert await network.client(ipc).ask(GetStatus(), Status) == RelayStatus(parent="a")
 
 
 async def test_an_answer_of_another_type_is_the_peers_fault(network: "Network", ipc: str) -> None:
@@ -250,8 +250,8 @@ async def test_a_cancelled_call_is_forgotten(network: "Network", ipc: str) -> No
     held[0].reply(Done())
     later = asyncio.create_task(client.call(GetStatus()))
     await network.until(lambda: len(held) >= 2)
-    held[1].reply(Status(values={}))
-    assert (await later)[0] == Status(values={})
+    held[1].reply(RelayStatus())
+    assert (await later)[0] == RelayStatus()
 
 
 @pytest.mark.parametrize("header", [[PROTOCOL + 1, 1, ["Done"]], [PROTOCOL + 1, 0, {"of": "the future"}]])

@@ -22,7 +22,7 @@ from staleflow.net.zmq_stream import end_context
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import TrainerTerm, WorkerId
 from staleflow.protocols.wire.codec import encode_request
-from staleflow.protocols.wire.messages import Done, Drain, Finished, GetStatus, Ping, Request, Status
+from staleflow.protocols.wire.messages import Done, Drain, Finished, GetStatus, Ping, RelayStatus, Request, Status
 
 if TYPE_CHECKING:
     from tests.net.conftest import Network
@@ -63,7 +63,7 @@ class Guarded:
 
     def _yes(self, call: Call) -> None:
         self.seen.append(call.body)
-        call.reply(Done() if not isinstance(call.body, GetStatus) else Status(values={}), call.frames)
+        call.reply(Done() if not isinstance(call.body, GetStatus) else RelayStatus(), call.frames)
 
     def client(self, key: str | None, name: str = "worker-0.1") -> Client:
         """Create a client with the key in the folder's file ``key``; None connects without a key."""
@@ -105,7 +105,7 @@ async def refused(client: Client, body: Request) -> Refused:
 async def test_a_key_may_ask_what_its_role_may(guarded: Guarded) -> None:
     assert await guarded.client("trainer", "trainer.1").ask(FINISHED, Done) == Done()
     assert await guarded.client("admin", "admin.1").ask(Drain(why=""), Done) == Done()
-    assert await guarded.client("monitor", "monitor.1").ask(GetStatus(), Status) == Status(values={})
+    assert await guarded.client("monitor", "monitor.1").ask(GetStatus(), Status) == RelayStatus()
     assert guarded.seen == [FINISHED, Drain(why=""), GetStatus()]
 
 

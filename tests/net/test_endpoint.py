@@ -15,7 +15,7 @@ from staleflow.net.limits import TransportLimits
 from staleflow.net.transport import Link, OnMessage, Sockets
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import encode_request
-from staleflow.protocols.wire.messages import PROTOCOL, Done, Drain, GetStatus, Ping, Pong, Refusal, Status
+from staleflow.protocols.wire.messages import PROTOCOL, Done, Drain, GetStatus, Ping, Pong, Refusal, RelayStatus
 
 if TYPE_CHECKING:
     from tests.net.conftest import Network
@@ -50,11 +50,11 @@ async def test_a_call_tells_who_asks_and_may_be_answered_later(network: "Network
     await network.until(lambda: len(held) >= 2)
     for call in reversed(held):
         assert not call.done
-        call.reply(Status(values={"peer": call.peer}))
+        call.reply(RelayStatus(parent=call.peer))
         assert call.done
     assert [(await answer)[0] for answer in answers] == [
-        Status(values={"peer": "a.1"}),
-        Status(values={"peer": "b.2"}),
+        RelayStatus(parent="a.1"),
+        RelayStatus(parent="b.2"),
     ]
 
 

@@ -17,6 +17,7 @@ from staleflow.clients.admin import Admin
 from staleflow.net.client import Client, worker_id
 from staleflow.net.errors import Refused, Unavailable
 from staleflow.protocols.wire.messages import GetStatus, Status
+from staleflow.protocols.wire.messages.status import as_dict
 from staleflow.supervisor.lifeline import VARIABLE, Lifeline
 from tests.servers.running import config_of
 
@@ -138,7 +139,7 @@ class Fleet:
 
     def status(self, name: str) -> dict[str, Any]:
         with Admin(self.where[name]) as admin:
-            return admin.status()
+            return as_dict(admin.status_of(Status))
 
     def said(self, name: str) -> str:
         """Output of a process."""

@@ -109,7 +109,7 @@ def _strangers_stay_out(scheduler: str, keys: Path) -> None:
     with Admin(scheduler, "forged", transport=forged) as stranger, pytest.raises(Refused):
         stranger.status()
     with Admin(scheduler, "looker", transport=Sockets(mine)) as looker:
-        assert looker.status()["security"] == "keys"
+        assert looker.status().security == "keys"
         with pytest.raises(Refused, match="a key of role monitor may not send Drain"):
             looker.drain("not mine to end")
 

@@ -52,6 +52,7 @@ from staleflow.protocols.wire.messages import (
     StageWork,
     Status,
 )
+from staleflow.protocols.wire.messages.status import as_dict
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.servers.parameters import main as parameters
@@ -200,7 +201,7 @@ class Run:
     async def status(self, address: str) -> dict[str, Any]:
         client = Client(address, worker=worker_id("status"))
         try:
-            return (await client.ask(GetStatus(), Status)).values
+            return as_dict(await client.ask(GetStatus(), Status))
         finally:
             client.close()
 

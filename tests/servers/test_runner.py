@@ -16,31 +16,27 @@ from staleflow.process.daemon import Stop
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Attach, GetStatus
 from staleflow.servers import runner as attached
-from staleflow.servers.runner import Tasks, serve_attached
+from staleflow.servers.runner import Service, Tasks, serve_attached
 from staleflow.servers.scheduler.workers import attachments
 from tests.servers.running import Run
 
 SERVER = WorkerId("parameters.1")
 
 
-class Slow:
+class Slow(Service):
     """A service without replies: it works on the first call until the second arrives, and on the second without end."""
 
     def __init__(self, tasks: Tasks) -> None:
-        self._tasks = tasks
+        super().__init__(tasks, retry_ms=1)
         self.draining = asyncio.Event()
         self.calls = 0
         self._second = asyncio.Event()
 
-    def on_call(self, call: Call) -> None:
+    def handle(self, call: Call) -> None:
         self.calls += 1
         self._tasks.start(asyncio.Event().wait() if self.calls > 1 else self._second.wait())
         if self.calls > 1:
             self._second.set()
-
-    def on_drained(self) -> None: ...
-
-    def on_gone(self, peer: str) -> None: ...
 
     async def work(self) -> None:
         await asyncio.Event().wait()

@@ -10,6 +10,8 @@ import pytest
 from staleflow import api
 from staleflow.configs.loading.load import load, write_resolved
 from staleflow.monitor.ending import rows
+from staleflow.protocols.wire.messages import SchedulerStatus
+from staleflow.protocols.wire.messages.status import RunTotals
 from staleflow.supervisor import summary
 from staleflow.supervisor.summary import Summary, TraceFacts, rewards, summarise
 from tests.report.traces import PLAIN, save
@@ -114,7 +116,7 @@ def made(run_dir: Path, overrides: Sequence[str] = (), **changes: Any) -> Summar
     given: dict[str, Any] = {
         "outcome": "finished",
         "error": "",
-        "status": {"version": 30, "totals": {"tokens_trained": 7, "releases": {"filtered": 2}}},
+        "status": SchedulerStatus(version=30, totals=RunTotals(tokens_trained=7, releases={"filtered": 2})),
         "violations": 0,
         "restarts": {"rollout-0": 1, "trainer": 0},
     }
@@ -133,7 +135,7 @@ def test_a_summary_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_nothing_known_is_nothing_claimed(tmp_path: Path) -> None:
-    it = made(tmp_path, status={}, violations=None)
+    it = made(tmp_path, status=SchedulerStatus(), violations=None)
     assert (it.steps, it.reward_start, it.off_policy_mean, it.off_policy_max) == (0, None, None, None)
 
 
@@ -149,7 +151,7 @@ def test_a_trace_counts_steps_and_tokens() -> None:
 
 def test_a_resumed_run_that_ends_before_its_scheduler_answers_has_what_it_had(tmp_path: Path) -> None:
     save(tmp_path, PLAIN)
-    it = made(tmp_path, outcome="interrupted", status={})
+    it = made(tmp_path, outcome="interrupted", status=SchedulerStatus())
     assert (it.steps, it.tokens_trained, it.tokens_generated, it.groups_filtered) == (2, 20, 20, 0)
     it = made(tmp_path)
     assert (it.steps, it.tokens_trained, it.groups_filtered) == (2, 20, 0), "the trace is newer than any status"
@@ -175,7 +177,7 @@ def test_tokens_and_ages_of_steps_that_were_rolled_back_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"outcome": "failed"}, {"error": "e"}, {"violations": 1}, {"status": {"error": "e"}}]
+    "change", [{"outcome": "failed"}, {"error": "e"}, {"violations": 1}, {"status": SchedulerStatus(error="e")}]
 )
 def test_a_run_with_an_error_or_a_violation_is_not_good(tmp_path: Path, change: dict[str, Any]) -> None:
     assert made(tmp_path).good
@@ -211,7 +213,7 @@ def test_more_of_a_launched_run_is_launched_from_its_own_configuration(tmp_path:
 def test_only_a_run_that_trained_every_step_is_finished(tmp_path: Path) -> None:
     assert summary.finished(tmp_path, 30) is None
     for outcome, version, done in (("finished", 30, True), ("finished", 29, False), ("interrupted", 30, False)):
-        summary.write(made(tmp_path, outcome=outcome, status={"version": version}), tmp_path)
+        summary.write(made(tmp_path, outcome=outcome, status=SchedulerStatus(version=version)), tmp_path)
         assert (summary.finished(tmp_path, 30) is not None) == done
-    summary.write(made(tmp_path, outcome="finished", status={"version": 30}), tmp_path)
+    summary.write(made(tmp_path, outcome="finished", status=SchedulerStatus(version=30)), tmp_path)
     assert summary.finished(tmp_path, 31) is None, "more steps are wanted"

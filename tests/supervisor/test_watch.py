@@ -1,13 +1,12 @@
 """Watching reports new lines of a growing file and the newest status of a scheduler."""
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from staleflow.configs.errors import ConfigError
+from staleflow.protocols.wire.messages import SchedulerStatus, Status
 from staleflow.supervisor import watch
 from staleflow.supervisor.watch import NewLines, StatusWatch
 
@@ -18,16 +17,19 @@ def test_a_run_of_another_staleflow_is_an_error_of_whoever_looks_and_no_tracebac
     class Other:
         def __init__(self, *_: object, **__: object) -> None: ...
         def close(self) -> None: ...
-        def status(self, timeout_s: float) -> Mapping[str, Any]:
+        def status_of(self, kind: type[Status], timeout_s: float) -> Status:
             raise ConfigError("protocol of ipc:///run", 5, "this client speaks 6")
 
     monkeypatch.setattr(watch, "Admin", Other)
 
-    def ask(asking: StatusWatch, limit: float) -> None:
+    def ask(asking: StatusWatch[SchedulerStatus], limit: float) -> None:
         while time.monotonic() < limit:
-            assert asking.newest == {}
+            assert asking.newest is None
 
-    with StatusWatch("ipc:///run") as asking, pytest.raises(ConfigError, match="is 5; this client speaks 6"):
+    with (
+        StatusWatch(SchedulerStatus, "ipc:///run") as asking,
+        pytest.raises(ConfigError, match="is 5; this client speaks 6"),
+    ):
         ask(asking, time.monotonic() + 5)
 
 

@@ -11,13 +11,11 @@ from staleflow.protocols.wire.messages.base import (
     Count,
     Done,
     Drain,
-    GetStatus,
     Message,
     Part,
     Ping,
     Pong,
     Refusal,
-    Status,
     TensorSpec,
 )
 from staleflow.protocols.wire.messages.instances import (
@@ -68,6 +66,14 @@ from staleflow.protocols.wire.messages.parameters import (
 )
 from staleflow.protocols.wire.messages.prompts import FEATURES, PromptFeatures, PromptFeaturesReply
 from staleflow.protocols.wire.messages.stages import StageFailing, StageLoad, StageLoads
+from staleflow.protocols.wire.messages.status import (
+    GetStatus,
+    ParametersStatus,
+    RelayStatus,
+    SchedulerStatus,
+    Status,
+    TrajectoriesStatus,
+)
 from staleflow.protocols.wire.messages.training import (
     Batch,
     CheckBatch,
@@ -157,7 +163,10 @@ Reply = (
     Pong
     | Refusal
     | Done
-    | Status
+    | SchedulerStatus
+    | TrajectoriesStatus
+    | ParametersStatus
+    | RelayStatus
     | AttachReply
     | Commands
     | Results
@@ -236,6 +245,7 @@ __all__ = [
     "NoMoreBatches",
     "Op",
     "Operations",
+    "ParametersStatus",
     "Part",
     "PartialFrames",
     "Ping",
@@ -263,6 +273,7 @@ __all__ = [
     "RegisterVersion",
     "RegisterVersionReply",
     "RegisterYield",
+    "RelayStatus",
     "Reply",
     "Report",
     "Request",
@@ -271,6 +282,7 @@ __all__ = [
     "Retained",
     "RetainedVersions",
     "Rows",
+    "SchedulerStatus",
     "Slab",
     "Sources",
     "StageFailing",
@@ -282,6 +294,7 @@ __all__ = [
     "Status",
     "TensorEntry",
     "TensorSpec",
+    "TrajectoriesStatus",
     "Unpin",
     "Yield",
 ]

@@ -1,12 +1,12 @@
 """Base types of all messages, and the messages that every server handles."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from staleflow.protocols.consistency.effects import Code
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Protocol version, raised by one whenever a message changes in meaning or shape. Both sides must have the same one."""
 
 Sha = Annotated[str, msgspec.Meta(max_length=64)]
@@ -52,16 +52,6 @@ class Refusal(Message, frozen=True, kw_only=True):
 
 class Done(Message, frozen=True, kw_only=True):
     """Success, without a result."""
-
-
-class GetStatus(Message, frozen=True, kw_only=True):
-    """Request the status of any server. -> Status"""
-
-
-class Status(Message, frozen=True, kw_only=True):
-    """A plain snapshot of a server; the module that builds it documents its keys."""
-
-    values: dict[str, Any]
 
 
 class Drain(Message, frozen=True, kw_only=True):

@@ -34,10 +34,12 @@ from staleflow.protocols.wire.messages import (
     GetStatus,
     JoinRelays,
     ManifestReply,
+    RelayStatus,
+    SchedulerStatus,
     Sources,
-    Status,
     Unpin,
 )
+from staleflow.protocols.wire.messages.status import StoredVersion
 from staleflow.servers.parameters import turns
 from staleflow.servers.parameters.deltas import Deltas
 from staleflow.servers.parameters.pins import Pins
@@ -193,18 +195,18 @@ class RelayService(Service):
             except OSError as error:
                 raise Refused(Code.BAD_VERSION, str(error)) from error
 
-    def _status(self) -> Status:
-        versions = [
-            {
-                "lineage": key.lineage,
-                "version": key.version,
-                "sha": stored.about.manifest.sha,
-                "nbytes": stored.about.manifest.nbytes,
-                "pinned_by": self._pins.of(key),
-            }
+    def _status(self) -> RelayStatus:
+        versions = tuple(
+            StoredVersion(
+                lineage=key.lineage,
+                version=key.version,
+                sha=stored.about.manifest.sha,
+                nbytes=stored.about.manifest.nbytes,
+                pinned_by=self._pins.of(key),
+            )
             for key, stored in sorted(self._versions.stored.items())
-        ]
-        return Status(values={"versions": versions, "coming": len(self._arrivals), "from": self._upstream.above})
+        )
+        return RelayStatus(versions=versions, coming=len(self._arrivals), parent=self._upstream.above)
 
     # Membership -----------------------------------------------------------------------------------------------------
 
@@ -237,11 +239,11 @@ class RelayService(Service):
         why = ""
         while not why:
             try:
-                status = (await self._scheduler.ask(GetStatus(), Status, timeout_s=SCHEDULER_TIMEOUT_S)).values
+                status = await self._scheduler.ask(GetStatus(), SchedulerStatus, timeout_s=SCHEDULER_TIMEOUT_S)
             except Unavailable:
                 why = f"no reply from the scheduler for {SCHEDULER_TIMEOUT_S:.0f} s"
             else:
-                why = "the run is over" if status.get("finished") or status.get("closed") else ""
+                why = "the run is over" if status.finished or status.closed else ""
                 await asyncio.sleep(POLL_INTERVAL_S)
         log.info("relay stops: %s", why)
         self._stop.set(why)

@@ -8,15 +8,15 @@ must not cost a prompt. All state is kept in memory; a restart of the scheduler 
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from staleflow.protocols.consistency.effects import Occupied, Pushed, Released, ReleaseWhy
 from staleflow.protocols.consistency.groups import GroupView, State
 from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.messages import RegisterRelease
+from staleflow.protocols.wire.messages.status import Hold
 from staleflow.servers.scheduler.coordination.instances import Instances
-from staleflow.servers.scheduler.coordination.sentences import Hold
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 
 log = logging.getLogger(__name__)
@@ -205,16 +205,15 @@ class Backoff:
         """Return the failure reason of the instance whose streak started last."""
         return next((streak.detail for streak in reversed(self._streaks.values())), "")
 
-    def holds(self) -> Iterator[Hold]:
-        """Iterate over the restricted instances."""
-        now_ms = self._interpreter.clock.now_ms()
+    def holds(self) -> dict[str, Hold]:
+        """Return the restricted instances by name."""
+        now_ms, holds = self._interpreter.clock.now_ms(), dict[str, Hold]()
         for instance in self._instances:
             if self.on_trial(instance.worker):
                 streak = self._streaks[instance.worker]
-                left_s = max(streak.until_ms - now_ms, 0) / 1000
-                yield Hold(
-                    worker=self._name_of(instance.worker), left_s=left_s, failed=streak.count, detail=streak.detail
-                )
+                held_s = max(streak.until_ms - now_ms, 0) / 1000
+                holds[self._name_of(instance.worker)] = Hold(groups=streak.count, held_s=held_s, detail=streak.detail)
+        return holds
 
     def _hold(self, worker: WorkerId, streak: Streak, now_ms: int) -> None:
         if self.on_trial(worker) and now_ms >= streak.until_ms:

@@ -12,49 +12,22 @@ from staleflow.protocols.consistency.effects import (
     Sealed,
 )
 from staleflow.protocols.consistency.ids import Version
+from staleflow.protocols.wire.messages.status import RunTotals
 from staleflow.store.base import Read, Write
 
 _KEY = b"totals"
-
-
-class Counts(msgspec.Struct, kw_only=True):
-    """The counters, as stored."""
-
-    reserves: int = 0
-    pushes: int = 0
-    occupies: int = 0
-    releases: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    drops: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    rejects: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    steps: int = 0
-    tokens_trained: int = 0
-    """Without masked tokens."""
-    tokens_masked: int = 0
-    tokens_pushed: int = 0
-    tokens_generated: int = 0
-    """As counted by the engines, including discarded tokens."""
-    moves: int = 0
-    """Groups that continued on another instance."""
-    staleness: dict[int, int] = msgspec.field(default_factory=dict[int, int])
-    """Groups trained, by their staleness."""
-    samples_pushed: int = 0
-    samples_trained: int = 0
-    served_s: float = 0.0
-    """Seconds that schedulers have served this run, up to the last commit."""
-    violations: int = 0
-    """Groups delivered beyond the staleness bound. Anything but 0 is a bug."""
 
 
 class Totals:
     """Updates the counters from effects."""
 
     def __init__(self) -> None:
-        self.counts = Counts()
+        self.counts = RunTotals()
 
     def load(self, txn: Read) -> None:
         """Restore the last saved counters."""
         raw = txn.get("meta", _KEY)
-        self.counts = Counts() if raw is None else msgspec.msgpack.decode(raw, type=Counts)
+        self.counts = RunTotals() if raw is None else msgspec.msgpack.decode(raw, type=RunTotals)
 
     def save(self, txn: Write) -> None:
         """Write the counters."""

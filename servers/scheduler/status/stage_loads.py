@@ -11,6 +11,7 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import Done, InstanceStats, StageFailing, StageLoad, StageLoads
 from staleflow.protocols.wire.messages.stages import MAX_FAILING, MAX_NAMED_GROUPS
+from staleflow.protocols.wire.messages.status import ShardStatus
 from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 
 
@@ -66,10 +67,7 @@ class StageLoadTable:
         self._stages = set(stages)
         self._replies = replies
         self._shards: list[list[StageLoad]] = [[] for _ in range(shards)]
-        self.used_shares: list[float | None] = [None] * shards
-        """Used share of the map of each shard; None before its first report."""
-        self.full: list[str] = [""] * shards
-        """Exhausted resource of each shard ("map" or "disk"), because of which it refuses pushes; else ""."""
+        self.shards = [ShardStatus(shard=shard) for shard in range(shards)]
 
     def report(self, call: Call, body: StageLoads) -> None:
         """Store the report of one shard."""
@@ -83,7 +81,7 @@ class StageLoadTable:
             self._replies.refuse(call, Code.MALFORMED, f"stage {min(unknown)!r} does not exist")
             return
         self._shards[body.shard] = body.loads
-        self.used_shares[body.shard], self.full[body.shard] = body.used_share, body.full
+        self.shards[body.shard] = ShardStatus(shard=body.shard, used_share=body.used_share, full=body.full)
         self._replies.add(call, Done())
 
     def by_stage(self) -> dict[str, Load]:

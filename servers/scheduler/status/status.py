@@ -1,26 +1,29 @@
-"""Reply to ``GetStatus``: one plain dictionary that always has the same keys."""
+"""Reply to ``GetStatus``: the whole run in one struct."""
 
-from collections.abc import Callable
-from dataclasses import asdict
 from heapq import nlargest
 from typing import Any
 
-import msgspec
+from msgspec import structs
 
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import graph
 from staleflow.net.security import security_mode
 from staleflow.protocols.consistency.limits import Bound
 from staleflow.protocols.wire import messages
-from staleflow.protocols.wire.messages import Command
-from staleflow.servers.scheduler.coordination.backoff import Backoff
+from staleflow.protocols.wire.messages import Command, SchedulerStatus
+from staleflow.protocols.wire.messages.status import (
+    Ages,
+    InstanceStatus,
+    Pinned,
+    StageStatus,
+    WindowStatus,
+    WorkerStatus,
+)
 from staleflow.servers.scheduler.coordination.instance import Instance
 from staleflow.servers.scheduler.coordination.instances import Instances
-from staleflow.servers.scheduler.coordination.sentences import Hold
 from staleflow.servers.scheduler.ledger.identity import Identity
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.phase import Phase
-from staleflow.servers.scheduler.status.deadlock import Deadlock
 from staleflow.servers.scheduler.status.stage_loads import (
     Load,
     StageLoadTable,
@@ -51,14 +54,11 @@ class StatusView:
         registry: Registry,
         instances: Instances,
         metrics: StepMetrics,
-        deadlock: Deadlock,
-        backoff: Backoff,
         phase: Phase,
         loads: StageLoadTable,
-        is_trainer_waiting: Callable[[], bool],
+        why: Why,
         run_dir: str,
     ) -> None:
-        """``is_trainer_waiting``: returns whether the trainer waits for its current batch."""
         self._config = config
         self._identity = identity
         self._interpreter = interpreter
@@ -66,184 +66,159 @@ class StatusView:
         self._instances = instances
         self._metrics = metrics
         self._phase = phase
-        self._why = Why(config, interpreter, registry, instances, deadlock, backoff, phase, loads, is_trainer_waiting)
+        self._why = why
         self._loads = loads
-        self._backoff = backoff
         self._stages = graph(config)
         self._started_ms = interpreter.clock.now_ms()
         self._run_dir = run_dir
-        self._newest: tuple[int, dict[str, Any]] = (-CACHE_MS, {})
+        self._newest = (-CACHE_MS, SchedulerStatus())
 
-    def why(self) -> str:
-        """Explain in one sentence what the run waits for."""
-        return self._why.sentence()
-
-    def values(self, present: set[str]) -> dict[str, Any]:
+    def status(self, present: set[str]) -> SchedulerStatus:
         """Build the reply. ``present``: peers that the transport is connected to.
 
-        With many peers, the reply may be up to ``CACHE_MS`` old, except for the fields of ``_run``: a trainer that has
-        just joined publishes under the term that it reads there.
+        With many peers, the reply may be up to ``CACHE_MS`` old, except for the fields of ``_progress``: a trainer that
+        has just joined publishes under the term that it reads there.
         """
         now = self._interpreter.clock.now_ms()
         built_ms, newest = self._newest
         if len(present) > MIN_CACHED_PEERS and now - built_ms < CACHE_MS:
-            return newest | self._run(now)
-        values = self._values(now, present)
-        self._newest = now, values
-        return values
+            return structs.replace(newest, **self._progress(now))
+        status = self._status(now, present)
+        self._newest = now, status
+        return status
 
-    def _values(self, now: int, present: set[str]) -> dict[str, Any]:
+    def _progress(self, now: int) -> dict[str, Any]:
+        """Return the fields of a status that are never cached."""
+        machine, interpreter = self._interpreter.machine, self._interpreter
         return {
-            **self._run(now),
-            **self._ledger(),
-            "why": self.why(),
-            "trainer_waits": self._why.trainer_waits(),
-            "staleness": self._staleness(),
-            "recent": self._interpreter.trace.recent.lines(),
-            "instances": self._instance_rows(now, present),
-            **self._workers(now, present),
-            "stages": self._stage_rows(),
-            "shards": [
-                {"shard": shard, "used_share": share, "full": full}
-                for shard, (share, full) in enumerate(zip(self._loads.used_shares, self._loads.full, strict=True))
-            ],
-            "totals": msgspec.to_builtins(self._interpreter.totals.counts),
-            "lengths": self._lengths(),
-            "violations": self._interpreter.totals.counts.violations,
-            "metrics": self._metrics.last,
-            "first_metrics": self._metrics.first,
-            "finished": self._phase.finished,
-            "drained": self._phase.drained,
-            "error": self._phase.error,
-            "closed": self._phase.closed,
-            "full": self._interpreter.full,
-            "map_used": self._interpreter.store.used_share(),
-        }
-
-    def _run(self, now: int) -> dict[str, Any]:
-        machine = self._interpreter.machine
-        staleness = self._config.staleness
-        return {
-            "run": self._identity.run,
-            "run_dir": self._run_dir,
             "parameters": self._registry.parameters(),
-            "incarnation": self._identity.incarnation,
             "uptime_s": (now - self._started_ms) / 1000,
-            "run_s": self._interpreter.totals.counts.served_s if self._phase.closed else self._interpreter.served_s,
+            "run_s": interpreter.totals.counts.served_s if self._phase.closed else interpreter.served_s,
             "lineage": machine.lineage,
             "version": machine.version,
             "next_step": machine.next_step,
-            "steps": self._config.trainer.steps,
             "trainer_term": machine.trainer_term,
-            "max_staleness": staleness.max_staleness,
-            "bound": staleness.bound.value,
-            "on_overdue": staleness.on_overdue.value,
-            "batch_size": self._config.trainer.batch_size,
-            "group_size": self._config.rollout.group_size,
-            "max_inflight": self._config.rollout.max_inflight,
-            "security": security_mode(self._config),
         }
 
-    def _lengths(self) -> dict[str, Any]:
-        lengths = self._interpreter.prompts.lengths
-        ranker = self._config.coordination.ranker
-        return {"ranker": ranker, "described": lengths.num_described, **lengths.quality()}
+    def _status(self, now: int, present: set[str]) -> SchedulerStatus:
+        config, interpreter, phase = self._config, self._interpreter, self._phase
+        machine, counts, lengths = interpreter.machine, interpreter.totals.counts, interpreter.prompts.lengths
+        workers, left_out = self._worker_rows(now, present)
+        return SchedulerStatus(
+            **self._progress(now),
+            run=self._identity.run,
+            run_dir=self._run_dir,
+            incarnation=self._identity.incarnation,
+            steps=config.trainer.steps,
+            max_staleness=config.staleness.max_staleness,
+            bound=config.staleness.bound.value,
+            on_overdue=config.staleness.on_overdue.value,
+            batch_size=config.trainer.batch_size,
+            group_size=config.rollout.group_size,
+            max_inflight=config.rollout.max_inflight,
+            security=security_mode(config),
+            ledger=machine.state_counts(),
+            window=tuple(
+                WindowStatus(deadline=deadline, leased=leased, pushed=pushed, occupied=occupied)
+                for deadline, leased, pushed, occupied in machine.window()
+            ),
+            pinned=Pinned(step=machine.next_step, groups=tuple(self._why.pins())),
+            why=self._why.sentence(),
+            trainer_waits=self._why.trainer_waits(),
+            staleness=self._ages(),
+            recent=tuple(interpreter.trace.recent.lines()),
+            instances=self._instance_rows(now, present),
+            workers=workers,
+            workers_left_out=left_out,
+            stages=self._stage_rows(),
+            shards=tuple(self._loads.shards),
+            totals=counts,
+            lengths={"ranker": config.coordination.ranker, "described": lengths.num_described, **lengths.quality()},
+            violations=counts.violations,
+            metrics=self._metrics.last,
+            first_metrics=self._metrics.first,
+            finished=phase.finished,
+            drained=phase.drained,
+            error=phase.error,
+            closed=phase.closed,
+            full=interpreter.full,
+            map_used=interpreter.store.used_share(),
+        )
 
-    def _ledger(self) -> dict[str, Any]:
-        machine = self._interpreter.machine
-        rows = [
-            {"deadline": deadline, "leased": leased, "pushed": pushed, "occupied": occupied}
-            for deadline, leased, pushed, occupied in machine.window()
-        ]
-        pinned = {"step": machine.next_step, "groups": [asdict(pin) for pin in self._why.pins()]}
-        return {"ledger": machine.state_counts(), "window": rows, "pinned": pinned}
-
-    def _staleness(self) -> dict[str, list[tuple[int, int]]]:
-        """Return (version lag, groups), ascending. Under the token bound, the version of a live group is unknown."""
+    def _ages(self) -> Ages:
         machine, bound = self._interpreter.machine, self._interpreter.limits
-        live: list[tuple[int, int, int]] = []
-        if bound.bound is Bound.TRAJECTORY:
-            for deadline, leased, pushed, occupied in reversed(machine.window()):
-                live.append((machine.version - (deadline - bound.max_staleness), leased, pushed + occupied))
-        return {
-            "in_flight": [(age, leased) for age, leased, _ in live],
-            "in_queue": [(age, queued) for age, _, queued in live],
-            "consumed": sorted(self._interpreter.totals.counts.staleness.items()),
-        }
+        rows = machine.window()[::-1] if bound.bound is Bound.TRAJECTORY else ()
+        newest = machine.version + bound.max_staleness
+        return Ages(
+            in_flight=tuple((newest - deadline, leased) for deadline, leased, _, _ in rows),
+            in_queue=tuple((newest - deadline, pushed + occupied) for deadline, _, pushed, occupied in rows),
+            consumed=tuple(sorted(self._interpreter.totals.counts.staleness.items())),
+        )
 
-    def _instance_rows(self, now: int, present: set[str]) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
-        holds = {hold.worker: hold for hold in self._backoff.holds()}
+    def _instance_rows(self, now: int, present: set[str]) -> tuple[InstanceStatus, ...]:
+        holds, limit = self._why.holds(), self._config.rollout.max_inflight
+        rows: list[InstanceStatus] = []
         for instance in self._instances:
-            process = self._registry.get(instance.worker)
-            stats = instance.stats
-            loading = instance.pull
+            process, stats = self._registry.get(instance.worker), instance.stats
+            name = "" if process is None else process.name
             rows.append(
-                {
-                    "worker": instance.worker,
-                    "name": "" if process is None else process.name,
-                    "version": stats.version,
-                    "running": stats.running,
-                    "waiting": stats.waiting,
-                    "kv_used": stats.kv_used,
-                    "slots": stats.slots or self._config.rollout.max_inflight,
-                    "tokens_per_s": stats.tokens_per_s,
-                    "limit": episodes_limit(self._config, self._registry.name_of(instance.worker), stats),
-                    "held": len(instance.leases),
-                    "failed": _failed(holds.get("" if process is None else process.name)),
-                    "loading": None if loading is None else loading[1],
-                    "last_command": _command(instance, instance.commands.last),
-                    "last_seen_s": 0.0 if process is None else _seen_s(process, now, present),
-                }
+                InstanceStatus(
+                    worker=instance.worker,
+                    name=name,
+                    version=stats.version,
+                    running=stats.running,
+                    waiting=stats.waiting,
+                    kv_used=stats.kv_used,
+                    slots=stats.slots or limit,
+                    tokens_per_s=stats.tokens_per_s,
+                    limit=episodes_limit(self._config, self._registry.name_of(instance.worker), stats),
+                    held=len(instance.leases),
+                    failed=holds.get(name),
+                    loading=None if instance.pull is None else instance.pull[1],
+                    last_command=_command(instance, instance.commands.last),
+                    last_seen_s=0.0 if process is None else _seen_s(process, now, present),
+                )
             )
-        return rows
+        return tuple(rows)
 
-    def _stage_rows(self) -> list[dict[str, Any]]:
+    def _stage_rows(self) -> tuple[StageStatus, ...]:
         """Return a row for every stage of the run, with its workers and groups."""
         loads, workers = self._loads.by_stage(), self._registry.stage_workers()
-        failing, config, rows = self._loads.failing(), self._config, list[dict[str, Any]]()
+        failing, config, rows = self._loads.failing(), self._config, list[StageStatus]()
         for node in self._stages:
             load, served = loads.get(node.name, Load(0, 0)), workers.get(node.name, 0)
             rows.append(
-                {
-                    "stage": node.name,
-                    "after": list(node.after),
-                    "workers": served,
-                    "waiting": load.waiting,
-                    "taken": load.taken,
-                    "calls": load.calls,
-                    "calls_under_way": calls_under_way(config, node.name, load),
-                    "limit": calls_limit(config, node.name, load, served),
-                    "failing": [msgspec.structs.asdict(one) for one in failing.get(node.name, ())],
-                }
+                StageStatus(
+                    stage=node.name,
+                    after=tuple(node.after),
+                    workers=served,
+                    waiting=load.waiting,
+                    taken=load.taken,
+                    calls=load.calls,
+                    calls_under_way=calls_under_way(config, node.name, load),
+                    limit=calls_limit(config, node.name, load, served),
+                    failing=tuple(failing.get(node.name, ())),
+                )
             )
-        return rows
+        return tuple(rows)
 
-    def _workers(self, now: int, present: set[str]) -> dict[str, Any]:
-        """Return rows for every live process, then for those that became silent last."""
+    def _worker_rows(self, now: int, present: set[str]) -> tuple[tuple[WorkerStatus, ...], int]:
+        """Return rows for every live process, then for those that became silent last, and the number of the others."""
         every = self._registry.processes()
         gone = [process for process in every if not process.alive]
         newest = nlargest(MAX_SILENT_ROWS, gone, key=lambda process: process.silent_since_ms)
-        listed = [*(process for process in every if process.alive), *newest]
-        return {
-            "workers": [self._worker_row(process, now, present) for process in listed],
-            "workers_left_out": len(gone) - len(newest),
-        }
-
-    def _worker_row(self, process: Process, now: int, present: set[str]) -> dict[str, Any]:
-        return {
-            "worker": process.worker,
-            "name": process.name,
-            "role": process.role,
-            "alive": process.alive,
-            "pid": process.attach.pid,
-            "last_seen_s": _seen_s(process, now, present),
-        }
-
-
-def _failed(hold: Hold | None) -> dict[str, Any] | None:
-    """Return why an instance is restricted, and for how long; None if it is not."""
-    return None if hold is None else {"groups": hold.failed, "held_s": hold.left_s, "detail": hold.detail}
+        rows = tuple(
+            WorkerStatus(
+                worker=process.worker,
+                name=process.name,
+                role=process.role,
+                alive=process.alive,
+                pid=process.attach.pid,
+                last_seen_s=_seen_s(process, now, present),
+            )
+            for process in (*(process for process in every if process.alive), *newest)
+        )
+        return rows, len(gone) - len(newest)
 
 
 def _command(instance: Instance, command: Command | None) -> str:

@@ -4,20 +4,22 @@ In addition, one word for the cause of the trainer's waiting time, which can be 
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec import structs
 
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.protocols.consistency import effects
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import GroupId
+from staleflow.protocols.wire.messages.status import Hold, Pin
 from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.instances import Instances
-from staleflow.servers.scheduler.coordination.sentences import Pin, pinned, restarted, restricted, silent, starved
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.lengths.durations import Durations
 from staleflow.servers.scheduler.status.deadlock import Deadlock
+from staleflow.servers.scheduler.status.sentences import pinned, restarted, restricted, silent, starved
 from staleflow.servers.scheduler.status.stage_loads import StageLoadTable, calls_limit, episodes_limit
 from staleflow.servers.scheduler.workers.registry import CRASH_LOOP_WINDOW_MS, Registry
 from staleflow.store.disk_errors import trouble
@@ -142,9 +144,13 @@ class Why:
             else restarted(trainer.name, restarts, CRASH_LOOP_WINDOW_MS / 1000) + "; "
         )
 
+    def holds(self) -> dict[str, Hold]:
+        """Return the restricted instances by name."""
+        return self._backoff.holds()
+
     def _holds(self) -> str:
         """Name the restricted instances, whatever the run waits for: they burn prompts."""
-        holds = list(self._backoff.holds())
+        holds = self.holds()
         return f"; {restricted(holds)}" if holds else ""
 
     def _missing(self) -> str:
@@ -177,7 +183,7 @@ class Why:
             return f"the trainer works on step {machine.version}, the last" if last else "every step is trained"
         training = full + (f"the trainer works on step {machine.version}; " if step > machine.version else "")
         if count := len(machine.pins()):
-            pins = [replace(pin, left_s=None) for pin in self.pins()] if full else self.pins()
+            pins = [structs.replace(pin, left_s=None) for pin in self.pins()] if full else self.pins()
             return training + pinned(step, pins, count, self._config.staleness.on_overdue.value) + self._failing()
         counts, need = machine.state_counts(), self._config.trainer.batch_size
         hint = self._hint(counts) or self._failing()
@@ -189,14 +195,14 @@ class Why:
 
     def _full(self) -> str:
         """Name the fullest trajectory server that refuses pushes, and what frees space there."""
-        loads, machine = self._loads, self._interpreter.machine
-        refusing = [(loads.used_shares[shard] or 0.0, shard) for shard, full in enumerate(loads.full) if full]
+        machine, refusing = self._interpreter.machine, [shard for shard in self._loads.shards if shard.full]
         if not refusing:
             return ""
-        share, shard = max(refusing)
-        if loads.full[shard] != "map":
-            return f"trajectory server {shard}: its {trouble(loads.full[shard])}; pushes wait; "
-        text = f"trajectory server {shard} is full ({100 * share:.0f} % of trajectories.map_mb): pushes wait"
+        fullest = max(refusing, key=lambda shard: (shard.used_share or 0.0, shard.shard))
+        name, share = f"trajectory server {fullest.shard}", fullest.used_share or 0.0
+        if fullest.full != "map":
+            return f"{name}: its {trouble(fullest.full)}; pushes wait; "
+        text = f"{name} is full ({100 * share:.0f} % of trajectories.map_mb): pushes wait"
         if machine.oldest_checkpoint[1] < machine.version:
             return f"{text} until a checkpoint releases groups; "
         if machine.next_step > machine.version:
@@ -265,7 +271,7 @@ class Why:
             group=group,
             version=group_view.version,
             worker=self._registry.name_of(group_view.worker) if generated else "",
-            stages=() if generated else self._loads.of_group(group),
+            stages=() if generated else tuple(self._loads.of_group(group)),
             so_far_s=took.so_far_s(group, now),
             left_s=took.left_s(group, now),
             lost_within_s=self._config.scheduler.lease_s if silent else None,

@@ -35,8 +35,10 @@ from staleflow.protocols.wire.messages import (
     Operations,
     RegisterCheckpoint,
     RegisterOccupy,
+    RelayStatus,
     Report,
     Request,
+    SchedulerStatus,
     Status,
 )
 from staleflow.servers.parameters import main as parameters
@@ -389,8 +391,10 @@ class World:
                 try:
                     answer = await client.ask(GetStatus(), Status, timeout_s=2.0)
                     self.scene.counts["status"] += 1
-                    self._why = answer.values.get("why", self._why)
-                    self.scene.counts["a relay below a relay"] += "/" in answer.values.get("from", "")
+                    if isinstance(answer, SchedulerStatus):
+                        self._why = answer.why
+                    if isinstance(answer, RelayStatus):
+                        self.scene.counts["a relay below a relay"] += "/" in answer.parent
                 except Unavailable:
                     self.scene.counts["no status"] += 1
             await asyncio.sleep(3.0)

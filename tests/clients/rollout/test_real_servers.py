@@ -34,9 +34,9 @@ from staleflow.protocols.wire.messages import (
     GetStatus,
     Join,
     JoinReply,
+    SchedulerStatus,
     StageItem,
     StageWork,
-    Status,
 )
 from staleflow.protocols.wire.tensors import unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
@@ -142,9 +142,9 @@ async def test_pushed_groups_were_written_by_the_published_weights(tmp_path: Pat
             check(published, item.row["prompt"], payload)
         worker.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(worker.wait, 10) == 0
-        status = await scheduler.ask(GetStatus(), Status)
-        assert [worker["role"] for worker in status.values["workers"] if worker["role"] == "rollout"] == []
-        assert status.values["ledger"]["leased"] == 0
+        status = await scheduler.ask(GetStatus(), SchedulerStatus)
+        assert [worker.role for worker in status.workers if worker.role == "rollout"] == []
+        assert status.ledger["leased"] == 0
         scheduler.close()
 
 
@@ -175,12 +175,12 @@ def test_an_engine_that_crashes_ends_its_worker_and_the_leases_go_back_at_once(
     async def opened(*_: object) -> tuple[EngineThread, Encode]:
         return EngineThread(Broken(Simulated(), slots=8)), main.text_bytes
 
-    async def asked(before: bool) -> dict[str, Any]:
+    async def asked(before: bool) -> SchedulerStatus:
         scheduler = Client(addresses(config, run_dir).scheduler, worker=ME)
         try:
             if before:
                 await publish(scheduler, published)
-            return (await scheduler.ask(GetStatus(), Status)).values
+            return await scheduler.ask(GetStatus(), SchedulerStatus)
         finally:
             scheduler.close()
 
@@ -193,8 +193,8 @@ def test_an_engine_that_crashes_ends_its_worker_and_the_leases_go_back_at_once(
     named = re.search(r"engine of (rollout-0\.\w+) failed, releasing the leases of its groups: (\d+(?:, \d+)*)", log)
     assert named is not None
     assert "MemoryError('Unable to allocate 8 GiB'); lower rollout.max_inflight, or rollout.max_new_tokens" in log
-    assert [worker["role"] for worker in status["workers"] if worker["role"] == "rollout"] == []
-    assert status["ledger"]["leased"] == 0
+    assert [worker.role for worker in status.workers if worker.role == "rollout"] == []
+    assert status.ledger["leased"] == 0
     events = [json.loads(line) for line in (run_dir / "trace.jsonl").read_text().splitlines()]
     released = {str(event["group"]) for event in events if event["ev"] == "release" and event["why"] == "aborted"}
     assert released >= set(named[2].split(", "))

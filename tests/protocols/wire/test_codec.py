@@ -20,7 +20,16 @@ from staleflow.protocols.wire.codec import (
     encode_reply,
     encode_request,
 )
-from staleflow.protocols.wire.messages import PROTOCOL, Done, GetStatus, Operations, Ping, Reply, Request, Status
+from staleflow.protocols.wire.messages import (
+    PROTOCOL,
+    Done,
+    GetStatus,
+    Operations,
+    Ping,
+    Reply,
+    Request,
+    SchedulerStatus,
+)
 
 IDS = st.integers(0, 2**63 - 1)
 PLAIN: dict[Any, SearchStrategy[Any]] = {
@@ -110,7 +119,7 @@ def test_what_is_no_request_is_a_protocol_error(data: bytes) -> None:
 
 
 def test_a_map_with_a_list_as_key_is_a_protocol_error() -> None:
-    damaged = msgspec.msgpack.encode([PROTOCOL, 3, ["Status"]])[:-1] + b"\xa6Status\x81\x91\x01\x02"
+    damaged = msgspec.msgpack.encode([PROTOCOL, 3, ["TrajectoriesStatus", 0, {}]])[:-1] + b"\x81\x91\x01\x02"
     with pytest.raises(ProtocolError):
         decode_reply(damaged)
 
@@ -148,5 +157,5 @@ def test_an_unreadable_body_still_tells_which_request_it_was() -> None:
 def test_headers_are_read_from_any_buffer() -> None:
     data = encode_request(1, Operations(ops=[]))
     assert decode_request(memoryview(data)) == decode_request(bytearray(data)) == (1, Operations(ops=[]))
-    assert decode_reply(memoryview(encode_reply(1, Status(values={"a": [1]})))) == (1, Status(values={"a": [1]}))
+    assert decode_reply(memoryview(encode_reply(1, SchedulerStatus(version=1)))) == (1, SchedulerStatus(version=1))
     assert decode_request(encode_request(0, Ping())) == (0, Ping())

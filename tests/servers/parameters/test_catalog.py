@@ -83,7 +83,7 @@ class Store:
         return asyncio.ensure_future(self.catalog.stage(VersionKey(Lineage(0), Version(9)), mib * MIB, 0))
 
     def versions(self) -> list[int]:
-        return [int(row["version"]) for row in self.catalog.status()]
+        return [row.version for row in self.catalog.status()]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -196,7 +196,7 @@ def test_one_worker_pins_a_few_versions_at_once_and_the_oldest_goes_first() -> N
     assert pins.in_use(key(3))
     pins.add("greedy", key(10_000 - MAX_OF_ONE))  # requested again: the pin before it is now the oldest
     pins.add("greedy", key(20_000))
-    assert pins.of(key(10_000 - MAX_OF_ONE)) == ["greedy"]
+    assert pins.of(key(10_000 - MAX_OF_ONE)) == ("greedy",)
 
 
 def test_workers_of_one_key_pin_a_few_versions_at_once_whatever_their_names_are() -> None:
@@ -205,7 +205,7 @@ def test_workers_of_one_key_pin_a_few_versions_at_once_whatever_their_names_are(
     for version in range(160):
         pins.add(f"evil.{version // 16}", key(version), "rollout/box")
     assert [version for version in range(160) if pins.in_use(key(version))] == [3, *range(160 - MAX_PER_KEY, 160)]
-    assert pins.of(key(3)) == ["honest"]
+    assert pins.of(key(3)) == ("honest",)
     pins.add("evil.0", key(3), "rollout/box")
     for worker in range(10):
         pins.forget(f"evil.{worker}")

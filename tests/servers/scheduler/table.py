@@ -37,6 +37,7 @@ from staleflow.protocols.wire.messages import (
     Result,
     Results,
 )
+from staleflow.protocols.wire.messages.status import as_dict
 from staleflow.servers.scheduler.ledger.interpreter import TABLES
 from staleflow.servers.scheduler.main import open_service
 from staleflow.store.memory import MemoryStore
@@ -145,7 +146,7 @@ class Table:
     def status(self) -> dict[str, Any]:
         reply = self.ask("monitor", messages.GetStatus())
         assert isinstance(reply, messages.Status)
-        return reply.values
+        return as_dict(reply)
 
     @property
     def why(self) -> str:

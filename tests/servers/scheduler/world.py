@@ -46,6 +46,7 @@ from staleflow.protocols.wire.messages import (
     Results,
     Status,
 )
+from staleflow.protocols.wire.messages.status import as_dict
 from staleflow.trace.audit.report import AuditReport, audit
 
 SERVE = """
@@ -149,14 +150,14 @@ class World:
 
     async def status(self) -> dict[str, Any]:
         client = self.client(worker_id("monitor"))
-        return (await client.ask(GetStatus(), Status, timeout_s=10)).values
+        return as_dict(await client.ask(GetStatus(), Status, timeout_s=10))
 
     async def until(self, condition: str, wanted: object, within_s: float = 10.0) -> dict[str, Any]:
         """Wait until ``status[condition]`` is ``wanted``; dots select nested fields."""
         client = self.client(worker_id("monitor"))
         deadline = time.monotonic() + within_s
         while True:
-            values = (await client.ask(GetStatus(), Status, timeout_s=10)).values
+            values = as_dict(await client.ask(GetStatus(), Status, timeout_s=10))
             found: Any = values
             for part in condition.split("."):
                 found = found[part]

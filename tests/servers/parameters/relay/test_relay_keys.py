@@ -32,14 +32,16 @@ from staleflow.protocols.wire.messages import (
     GetStatus,
     JoinRelays,
     ManifestReply,
+    ParametersStatus,
     Ping,
     Pong,
     RegisterVersion,
     RegisterVersionReply,
     RetainedVersions,
+    SchedulerStatus,
     Sources,
-    Status,
 )
+from staleflow.protocols.wire.messages.status import RelayPlace
 from staleflow.protocols.wire.tensors import Array
 from staleflow.servers.parameters import main as parameters
 from staleflow.servers.parameters import pins, tree
@@ -95,7 +97,7 @@ class Guarded:
             case GetRetainedVersions():
                 call.reply(RetainedVersions(versions=[]))
             case _:
-                call.reply(Status(values={"trainer_term": 1}))
+                call.reply(SchedulerStatus(trainer_term=1))
 
     def client(self, address: str, role: Role | None, name: str = "worker.1") -> Client:
         """Return a client with a key of this role, or without a key if ``role`` is None."""
@@ -119,7 +121,7 @@ class Guarded:
         """Wait until the relay is in the tree; return its endpoint."""
         looking = self.client(self.root, Role.MONITOR, "looking.1")
         relays_now = await eventually(lambda: _relays(looking))
-        return str(relays_now[0]["endpoint"])
+        return str(relays_now[0].endpoint)
 
     async def close(self) -> None:
         for client in self._clients:
@@ -137,9 +139,8 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-async def _relays(looking: Client) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = (await looking.ask(GetStatus(), Status)).values["relays"]
-    return found
+async def _relays(looking: Client) -> tuple[RelayPlace, ...]:
+    return (await looking.ask(GetStatus(), ParametersStatus)).relays
 
 
 @pytest.fixture
@@ -205,5 +206,5 @@ async def test_workers_of_one_key_pin_a_few_versions_together_at_the_parameter_s
         ask = GetManifest(worker=WorkerId(name), lineage=Lineage(0), version=Version(version))
         await guarded.client(guarded.root, role, name).ask(ask, ManifestReply, timeout_s=10)
     looking = guarded.client(guarded.root, Role.MONITOR, "looking.1")
-    rows = (await looking.ask(GetStatus(), Status)).values["versions"]
-    assert {row["version"]: row["pinned_by"] for row in rows} == {0: ["trainer.2"], 1: ["greedy.2"]}
+    rows = (await looking.ask(GetStatus(), ParametersStatus)).versions
+    assert {row.version: row.pinned_by for row in rows} == {0: ("trainer.2",), 1: ("greedy.2",)}

@@ -28,7 +28,7 @@ from staleflow.protocols.wire.messages import (
     GetStatus,
     JoinRelays,
     ManifestReply,
-    Status,
+    RelayStatus,
 )
 from staleflow.servers.parameters import tree
 from staleflow.servers.parameters.deltas import Deltas
@@ -267,7 +267,7 @@ async def test_a_relay_whose_file_gives_an_error_says_so_and_goes_on(
     await grown.grow("relay-0")
     same((await pulled(grown.reader()))[0])
     client = await grown.client("relay-0")
-    while (await client.ask(GetStatus(), Status)).values["coming"]:  # noqa: ASYNC110
+    while (await client.ask(GetStatus(), RelayStatus)).coming:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
     def broken(*_: object) -> bytes:

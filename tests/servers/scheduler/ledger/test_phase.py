@@ -58,8 +58,8 @@ def restart(run: Asked, session: str = "") -> None:
 
 
 def status(run: Asked) -> dict[str, Any]:
-    values = run.service._status.values(set())  # pyright: ignore[reportPrivateUsage]
-    return {key: values[key] for key in ("finished", "drained", "error", "closed")}
+    values = run.service._status.status(set())  # pyright: ignore[reportPrivateUsage]
+    return {key: getattr(values, key) for key in ("finished", "drained", "error", "closed")}
 
 
 def closes(run: Asked) -> list[str]:

@@ -45,7 +45,7 @@ def test_the_newest_word_of_each_shard_counts_and_shards_add_up() -> None:
     assert heard.said == [Done()] * 3
     assert loads.by_stage() == {"reward": Load(1, 0), "judge": Load(5, 1)}
     assert [loads.of_group(GroupId(group)) for group in (4, 5, 1)] == [["reward", "judge"], ["judge"], []]
-    assert loads.used_shares == [0.25, 0.25]
+    assert [shard.used_share for shard in loads.shards] == [0.25, 0.25]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from staleflow.net.permissions import Role
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import AttachReply, Detach, Done, GetStatus, Refusal, Status
+from staleflow.protocols.wire.messages.status import as_dict
 from staleflow.servers.scheduler.status import status
 from staleflow.servers.scheduler.workers import registry
 from tests.servers.scheduler.asked import Asked
@@ -184,4 +185,4 @@ def test_a_status_lists_live_workers_first_and_few_of_the_silent(
 def asked(table: Table) -> dict[str, Any]:
     reply = table.ask("monitor", GetStatus())
     assert isinstance(reply, Status)
-    return reply.values
+    return as_dict(reply)

@@ -1,49 +1,19 @@
 """Sentences that explain what a step waits for. Pure functions: a replay of the trace produces the same sentences."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from staleflow.protocols.wire.messages.status import Hold, Pin
 
 MAX_NAMED = 2
 """Maximum number of groups or workers named in a sentence; the others are counted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pin:
-    """A pinning group: the next step cannot be sealed without it."""
-
-    group: int
-    version: int
-    worker: str
-    """Name of the worker that generates the group; empty once it is pushed."""
-    stages: Sequence[str] = ()
-    """Stages that the pushed group waits for or is in, if known."""
-    so_far_s: float | None = None
-    """Seconds since its lease, or since its push."""
-    left_s: float | None = None
-    """Estimated seconds until it finishes."""
-    lost_within_s: float | None = None
-    """Seconds until the lease ends if its worker is silent; else None."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hold:
-    """A restricted instance: it fails group after group."""
-
-    worker: str
-    left_s: float
-    """Seconds until it may retry; 0 while it retries."""
-    failed: int
-    """Failed groups in a row."""
-    detail: str
-    """Reason of the newest failure."""
-
-
-def restricted(holds: Sequence[Hold]) -> str:
+def restricted(holds: Mapping[str, Hold]) -> str:
     """Name the first restricted instance with its reason, and count the others."""
-    first = holds[0]
-    limit = f"on hold for {seconds(first.left_s)}" if first.left_s else "limited to one group at a time"
+    name, first = next(iter(holds.items()))
+    limit = f"on hold for {seconds(first.held_s)}" if first.held_s else "limited to one group at a time"
     others = f" ({len(holds) - 1} more instances are restricted)" if len(holds) > 1 else ""
-    return f"{first.worker} is {limit}: its last {first.failed} groups failed: {first.detail}{others}"
+    return f"{name} is {limit}: its last {first.groups} groups failed: {first.detail}{others}"
 
 
 def silent(name: str, silent_s: float, waits: str) -> str:

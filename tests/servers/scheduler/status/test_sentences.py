@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from staleflow.protocols.consistency.ids import GroupId
-from staleflow.servers.scheduler.coordination.sentences import Pin, pinned, seconds, starved
+from staleflow.protocols.wire.messages.status import Pin
 from staleflow.servers.scheduler.lengths.durations import Durations
+from staleflow.servers.scheduler.status.sentences import pinned, seconds, starved
 
 COUNTS = {"leased": 4, "pushed": 17, "occupied": 3, "claimed": 0}
 
