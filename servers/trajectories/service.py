@@ -168,13 +168,13 @@ class TrajectoryService(Service):
     def handle(self, call: Call) -> Handled:
         match call.body:
             case PushGroups() as ask:
-                return self._push(call, ask)
+                self._push(call, ask)
             case GetSlab() as ask:
                 return self._slab(call, ask)
             case GetStageWork() as ask:
-                return self._stage_calls.take(call, ask)
+                self._stage_calls.take(call, ask)
             case PutStageResults() as ask:
-                return self._finish(call, ask)
+                self._finish(call, ask)
             case GetGroups() as ask:
                 return self._fetch(call, ask)
             case GetRows() as ask:
@@ -185,6 +185,7 @@ class TrajectoryService(Service):
                 return self._shard.status(rows=len(self._prompts), partials=len(self._partials))
             case _:
                 raise Refused(Code.DENIED, f"a trajectory server does not serve {type(call.body).__name__}")
+        return None
 
     def on_drained(self) -> None:
         """Commit everything that this drain of the socket received."""

@@ -15,7 +15,8 @@ from staleflow.protocols.wire.manifest import lay_out
 from staleflow.protocols.wire.messages import GetRetainedVersions, RegisterVersionReply, RetainedVersions
 from staleflow.servers.parameters import catalog
 from staleflow.servers.parameters.catalog import Catalog
-from staleflow.servers.parameters.versions import About, Scarce, Staged, VersionKey, Versions
+from staleflow.servers.parameters.versions import About, Staged, VersionKey, Versions
+from staleflow.store.disk_errors import Scarce
 from tests.servers.parameters.crowded import holds
 
 MIB = 1 << 20
