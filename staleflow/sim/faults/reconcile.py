@@ -15,8 +15,8 @@ from typing import Any
 from staleflow.process.clock import MAX_GAP_S
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.servers.trajectories.service import RETAIN_INTERVAL_S
-from staleflow.sim.faults.journal import Journal, Key
-from staleflow.sim.faults.mishaps import MAX_HOLD_S
+from staleflow.sim.faults.journal import FailedStage, Journal, Key, stage_of
+from staleflow.sim.faults.mishaps import DOUBLED, MAX_HOLD_S
 from staleflow.sim.faults.payload import Learned, manifest_of, weights_of
 from staleflow.sim.faults.plan import Plan
 from staleflow.sim.faults.world import History, Interval
@@ -52,6 +52,7 @@ class Rule(StrEnum):
     WASTED = "a worker that fails everything is assigned few groups"
     RETRIED = "a group at which one broken stage worker failed is not released before another one has tried"
     POISONED = "a group that no engine of the run can have written is not accepted"
+    NAMED = "a live worker is not replaced by a process that uses its name"
     HISTORY = "a server does not work on a store that is empty or older than others know it to be"
     ENDED = "a run that can continue is not ended"
     PROGRESS = "a run without active faults does not stand still for longer than leases and retries take"
@@ -94,8 +95,10 @@ class TraceIndex:
     """The seal of each step of the surviving history."""
     quarantined: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(group, lease), in the order of the trace."""
-    given_up: list[int] = field(default_factory=list[int])
-    """Pushed groups that were released because a stage returned nothing for them."""
+    given_up: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Pushes of groups that were released because a stage returned nothing for them."""
+    detached: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Ends of processes whose name another process may use."""
     dropped_s: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
     """Time at which a push was dropped, by (group, lease)."""
     kept: int = 0
@@ -120,9 +123,11 @@ class TraceIndex:
                 self.live[event["group"]] = event
                 self.over[event["lease"]] = (now_s, "push")
             case "release":
-                if self._drop_live(event["group"], now_s) is not None and event["why"] == "aborted":
-                    self.given_up.append(event["group"])
+                if (push := self._drop_live(event["group"], now_s)) is not None and event["why"] == "aborted":
+                    self.given_up.append(push)
                 self.over.setdefault(event["lease"], (now_s, event["why"]))
+            case "detach" if event["role"] in DOUBLED:
+                self.detached.append(event)
             case "drop":
                 push = self._drop_live(event["group"], now_s)
                 if push is not None and event["why"] == "quarantine":
@@ -345,15 +350,26 @@ def _broken(findings: Findings, journal: Journal, history: History, trace: Trace
         count = sum(interval.since_s < at_s < until_s for at_s in given_up[interval.what])
         most = WASTED_AT_ONCE + WASTED_PER_S * (until_s - interval.since_s)
         findings.check(Rule.WASTED, count <= most, "{} failed at {} groups in {}", interval.what, count, interval)
-    for group in trace.given_up:
-        failures = journal.failed_stages.get(GroupId(group), [])
+    for push in trace.given_up:
+        failures = journal.failed_stages.get(push["sha"], [])
         if failures and plan.stages > 1 and not plan.loses_workers:
-            workers = journal.tried_stages[GroupId(group)]
-            tried = len(workers) > 1 or not all(one.broken for one in failures)
-            findings.check(Rule.RETRIED, tried, "group {} was given up after {} alone had failed", group, workers)
+            workers = journal.tried_stages[push["sha"]]
+            tried = any(_tried(stage, workers, failures) for stage in {one.stage for one in failures})
+            why = "group {} was given up after one of {} alone had failed"
+            findings.check(Rule.RETRIED, tried, why, push["group"], workers)
+    for detach in trace.detached:
+        if not plan.loses_workers:  # then every worker of these roles lives until the end of the run
+            replaced = detach["why"].startswith("replaced")
+            findings.check(Rule.NAMED, not replaced, "{} was {}", detach["worker"], detach["why"])
     for key, sha in journal.poisoned:
         push = trace.pushes.get(key)
         findings.check(Rule.POISONED, push is None or push["sha"] != sha, "group {}, lease {} was accepted", *key)
+
+
+def _tried(stage: str, workers: set[str], failures: list[FailedStage]) -> bool:
+    """Return whether two workers of a stage tried a group, or it is not one broken worker that failed it."""
+    others_fail = any(one.stage == stage and not one.broken for one in failures)
+    return others_fail or sum(stage_of(worker) == stage for worker in workers) > 1
 
 
 def _others_failed(history: History, plan: Plan, interval: Interval) -> bool:

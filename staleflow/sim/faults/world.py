@@ -86,6 +86,10 @@ class Node:
     def runs(self) -> bool:
         return self.process is not None and self.process.runs
 
+    @property
+    def failed(self) -> bool:
+        return self.process is not None and self.process.error is not None
+
 
 @dataclass(slots=True)
 class Interval:
@@ -432,10 +436,14 @@ class World:
                 node.wanted = False
         return self.scene.finished
 
-    def calm(self) -> bool:
-        """Return whether all processes are healthy, and no worker is still held back for its failures."""
+    def calm(self, *, failing: tuple[str, ...] = ()) -> bool:
+        """Return whether all processes are healthy, and no worker is still held back for its failures.
+
+        ``failing``: roles whose processes may be down after an error of their own."""
         undisturbed = not self.active_faults and self.conductor.now_s >= self.hold_until_s
-        return undisturbed and all(node.runs for node in self.nodes.values() if node.wanted)
+        return undisturbed and all(
+            node.runs or (node.role in failing and node.failed) for node in self.nodes.values() if node.wanted
+        )
 
     def _check_progress(self) -> None:
         """Check whether the scheduler works, and whether the run progresses while no fault is active."""
@@ -450,7 +458,7 @@ class World:
         progress = len(self.scene.journal.committed)
         if progress != self._progress:
             self._progress, self._progress_s = progress, now_s
-        if not self.calm():
+        if not self.calm(failing=("trainer",)):  # one that fails again and again is a run that stands still
             self._calm_since_s = float("inf")
         elif self._calm_since_s == float("inf"):
             self._calm_since_s = now_s

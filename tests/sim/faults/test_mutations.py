@@ -1,10 +1,7 @@
 """The simulation detects bugs: each bug planted into the shipped code is reported by one of its rules."""
 
-from dataclasses import replace
-
 import pytest
 
-from staleflow.sim.faults.plan import plan_of
 from staleflow.sim.faults.run import run_plan
 from tests.sim.faults.mutants import MUTANTS, Mutant
 
@@ -17,9 +14,7 @@ TRIES = 12
 def test_a_planted_bug_is_named_by_a_rule(mutant: Mutant) -> None:
     seen: list[list[tuple[str, str]]] = []
     for seed in range(mutant.seed, mutant.seed + TRIES):
-        plan = plan_of(seed)
-        if mutant.kinds:
-            plan = replace(plan, kinds=mutant.kinds, every_s=mutant.every_s)
+        plan = mutant.plan(seed)
         with mutant.planted():
             seen.append(run_plan(plan, mutant.events).violations)
         if {rule for rule, _ in seen[-1]} & mutant.rules:
