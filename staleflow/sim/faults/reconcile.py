@@ -17,7 +17,7 @@ from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Versi
 from staleflow.servers.trajectories.service import RETAIN_INTERVAL_S
 from staleflow.sim.faults.journal import FailedStage, Journal, Key, stage_of
 from staleflow.sim.faults.mishaps import DOUBLED, MAX_HOLD_S
-from staleflow.sim.faults.payload import Learned, manifest_of, weights_of
+from staleflow.sim.faults.payload import Learned, is_untrainable, manifest_of, weights_of
 from staleflow.sim.faults.plan import Plan
 from staleflow.sim.faults.world import History, Interval
 
@@ -45,7 +45,7 @@ class Rule(StrEnum):
     EARLY = "a lease of a worker that reported in time does not expire"
     LATE = "a lease of a dead or stopped worker ends after its time and a second"
     STORED = "pushed, occupied and sealed groups are stored in their shard, with those bytes"
-    QUARANTINED = "a quarantined group was changed on its disk, or its disk was lost"
+    QUARANTINED = "a quarantined group was changed on its disk, its disk was lost, or no trainer can train it"
     GARBAGE = "a shard keeps no payload that is not needed"
     ALIVE = "no server ends with an error of its own"
     PAUSED = "pauses of the scheduler do not count against a lease"
@@ -55,6 +55,7 @@ class Rule(StrEnum):
     NAMED = "a live worker is not replaced by a process that uses its name"
     HISTORY = "a server does not work on a store that is empty or older than others know it to be"
     ENDED = "a run that can continue is not ended"
+    FINISHED = "an acknowledged end of the run survives a kill of the scheduler"
     PROGRESS = "a run without active faults does not stand still for longer than leases and retries take"
 
 
@@ -208,7 +209,8 @@ def reconcile(
     _leases(findings, journal, history, trace, lease_s)
     _paused(findings, journal, history, trace, lease_s)
     _broken(findings, journal, history, trace, plan)
-    _disks(findings, trace, stored, flipped)
+    _disks(findings, trace, plan, stored, flipped)
+    _finished(findings, history, events)
     findings.checks[Rule.SERVED.name] += sum(journal.checked.values())
     findings.violations += [(Rule.SERVED, why) for why in journal.mismatches]
     findings.checks[Rule.HISTORY.name] += history.swapped
@@ -384,13 +386,24 @@ def _others_failed(history: History, plan: Plan, interval: Interval) -> bool:
     return len(late) >= plan.engines - 1
 
 
+def _finished(findings: Findings, history: History, events: list[dict[str, Any]]) -> None:
+    if finished_s := history.finished_s:
+        later = [event["ev"] for event in events if event["m"] / 1e9 > finished_s]
+        ends = later[-1:] == ["close"] and "reserve" not in later
+        findings.check(Rule.FINISHED, ends, "the run was finished at {:.1f} and went on with {}", finished_s, later)
+
+
 def _longest(spells: list[Interval], since_s: float, until_s: float) -> float:
     """Return the longest time between the two in which the scheduler worked without interruption."""
     return max((min(s.until_s, until_s) - max(s.since_s, since_s) for s in spells), default=0.0)
 
 
 def _disks(
-    findings: Findings, trace: TraceIndex, stored: Mapping[tuple[int, int], str], flipped: set[tuple[int, int]]
+    findings: Findings,
+    trace: TraceIndex,
+    plan: Plan,
+    stored: Mapping[tuple[int, int], str],
+    flipped: set[tuple[int, int]],
 ) -> None:
     needed = trace.needed()
     for key, push in needed.items():
@@ -402,7 +415,8 @@ def _disks(
             stored.get(key),
         )
     for key in trace.quarantined:
-        findings.check(Rule.QUARANTINED, key in flipped, "group {}, lease {} was quarantined without damage", *key)
+        bad = key in flipped or (plan.untrainable and is_untrainable(GroupId(key[0])))
+        findings.check(Rule.QUARANTINED, bad, "group {}, lease {} was quarantined without damage", *key)
     excused = needed.keys() | trace.dropped_late() | flipped
     for key in stored:
         findings.check(Rule.GARBAGE, key in excused, "group {}, lease {} is garbage", *key)

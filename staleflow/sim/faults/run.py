@@ -93,7 +93,7 @@ def _run(plan: Plan, events: int, run_dir: Path) -> Outcome:
             if not plan.finite:
                 world.finish()
             closed = _until(world, world.closed, MAX_S if plan.finite else END_S)
-            _for(world, 5.0)
+            _for(world, 15.0 if plan.killed_at_end else 5.0)
             if not closed and not world.history.stalls:
                 world.history.stalls.append("the run does not end")
             world.ended = True

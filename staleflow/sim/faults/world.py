@@ -114,6 +114,8 @@ class History:
     """Intervals in which a rollout worker failed at everything, with its name."""
     served_wrongly: list[str] = field(default_factory=list[str])
     """Servers that worked on a store that was not theirs."""
+    finished_s: float = 0.0
+    """Time at which the end of the run was acknowledged, and the scheduler was killed; 0 if it was not."""
     swapped: int = 0
     """Number of stores that were replaced for a while."""
     failures: list[str] = field(default_factory=list[str])
@@ -142,6 +144,9 @@ class World:
             rng=self.rng,
             host_of=plan.host_of,
             lent=self.machine.lent,
+            untrainable=plan.untrainable,
+            false_reports=plan.false_reports,
+            on_finished=self._on_finished,
             flipped=lambda key: any(
                 node.disk is not None and key in node.disk.flipped for node in self.of("trajectories")
             ),
@@ -428,6 +433,21 @@ class World:
         for node in self.of("trainer"):
             if node.process is not None and node.process.alive and node.stop is not None:
                 node.process.loop.call_soon(node.stop.set, "SIGTERM")
+
+    def _on_finished(self) -> None:
+        """Kill the scheduler once the end of the run is acknowledged, and start it again."""
+        node = self.nodes["scheduler"]
+        if not self.plan.killed_at_end or self.history.finished_s or node.process is None:
+            return
+        self.history.finished_s = self.conductor.now_s
+        self.conductor.kill(node.process)
+
+        def start() -> None:
+            node.wanted = True
+            self.start(node)
+            node.wanted = False
+
+        self.conductor.after(1.0, start)
 
     def closed(self) -> bool:
         """Return whether the trainer has finished the run; then no process is restarted."""

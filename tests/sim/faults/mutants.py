@@ -18,6 +18,7 @@ from staleflow.clients.rollout.pushes import Pusher
 from staleflow.clients.stage import worker as stage_worker
 from staleflow.clients.trainer import checkpoint as checkpoints
 from staleflow.clients.trainer.checkpoint import Checkpoints
+from staleflow.clients.trainer.client import TrainerClient
 from staleflow.clients.trainer.data import batch as batches
 from staleflow.clients.trainer.data import fetch as fetching
 from staleflow.clients.trainer.data import micro_batches as pieces
@@ -43,7 +44,10 @@ from staleflow.servers.scheduler import main as scheduler_main
 from staleflow.servers.scheduler.coordination.backoff import MAX_PROMPTS, Backoff
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
+from staleflow.servers.scheduler.ledger.phase import Phase
+from staleflow.servers.scheduler.ledger.training import Training
 from staleflow.servers.scheduler.workers.attachments import Attachments
+from staleflow.servers.scheduler.workers.pull_reports import PullReports
 from staleflow.servers.trajectories import service as trajectory_service
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.slabs import Slabs
@@ -478,6 +482,20 @@ def _one_counts_for_all(real: Any) -> Any:
     return all_refuse
 
 
+def _raises(real: Any) -> Any:
+    def raises(*_: object, **__: object) -> None:
+        raise ValueError("a token is out of range")
+
+    return raises
+
+
+def _of_another_step(real: Any) -> Any:
+    def batch(self: Training, *args: Any) -> Any:
+        return structs.replace(real(self, *args), digest="0" * 64)
+
+    return batch
+
+
 def _first_only(real: Any) -> Any:
     def newest(self: Checkpoints) -> Any:
         paths = self.paths()
@@ -830,5 +848,39 @@ MUTANTS = (
         _rules("NAMED"),
         ("the same name twice",),
         seed=47,
+    ),
+    Mutant(
+        "a trainer dies on a group that it cannot train",
+        TrainerClient,
+        "quarantine",
+        _raises,
+        _rules("ALIVE"),
+        KILLS,
+        seed=19,
+    ),
+    Mutant(
+        "a report of a loaded version is believed",
+        PullReports,
+        "_objection",
+        _does_nothing,
+        _rules("PULL"),
+        KILLS,
+        seed=31,
+    ),
+    Mutant(
+        "the end of a run is acknowledged and not stored",
+        Phase,
+        "save",
+        _does_nothing,
+        _rules("FINISHED"),
+        KILLS,
+        seed=14,
+    ),
+    Mutant(
+        "a batch is delivered with the digest of another",
+        Training,
+        "_batch",
+        _of_another_step,
+        _rules("BATCH"),
     ),
 )
