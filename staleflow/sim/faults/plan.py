@@ -125,6 +125,9 @@ class Plan:
     killed_at_end: bool = False
     """True if the scheduler is killed as soon as it has acknowledged the end of the run."""
 
+    drained: bool = False
+    """True if the run is ended by a drain, not by its last step."""
+
     @property
     def loses_workers(self) -> bool:
         """True if a worker or its messages may be lost; then the only remaining worker may be the broken one."""
@@ -223,7 +226,8 @@ def plan_of(seed: int) -> Plan:
         relays=random.Random(f"seed {seed}, relays").choice((0, 0, 0, 1, 2, 3)),
         finite=finite,
         untrainable=random.Random(f"groups that fail {seed}").random() < 0.15,
-        false_reports=random.Random(f"false pulls {seed}").random() < 0.15,
+        false_reports=random.Random(f"pulls {seed}").random() < 0.15,
+        drained=random.Random(f"last drain {seed}").random() < 0.15,
         killed_at_end=random.Random(f"end {seed}").random() < 0.15,
         slabs=_lends_slabs(seed),
         far_trainer=random.Random(f"trainer's host {seed}").random() < 0.4,

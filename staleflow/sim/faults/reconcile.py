@@ -210,12 +210,13 @@ def reconcile(
     _paused(findings, journal, history, trace, lease_s)
     _broken(findings, journal, history, trace, plan)
     _disks(findings, trace, plan, stored, flipped)
-    _finished(findings, history, events)
+    _ended(findings, journal, history, trace, plan)
+    if plan.killed_at_end:
+        _finished(findings, history, events)
     findings.checks[Rule.SERVED.name] += sum(journal.checked.values())
     findings.violations += [(Rule.SERVED, why) for why in journal.mismatches]
     findings.checks[Rule.HISTORY.name] += history.swapped
     findings.violations += [(Rule.HISTORY, why) for why in history.served_wrongly]
-    findings.check(Rule.ENDED, plan.finite or not journal.gave_up, "the run was ended: {}", journal.gave_up)
     findings.checks[Rule.ALIVE.name] += 1
     findings.violations += [(Rule.ALIVE, why) for why in history.failures]
     findings.checks[Rule.PROGRESS.name] += 1
@@ -384,6 +385,15 @@ def _others_failed(history: History, plan: Plan, interval: Interval) -> bool:
         and interval.since_s < other.until_s + MAX_HOLD_S
     }
     return len(late) >= plan.engines - 1
+
+
+def _ended(findings: Findings, journal: Journal, history: History, trace: TraceIndex, plan: Plan) -> None:
+    findings.check(Rule.ENDED, plan.finite or not journal.gave_up, "the run was ended: {}", journal.gave_up)
+    if journal.gave_up and not plan.loses_workers:  # a lost worker's leases may be open when its scheduler restarts
+        ended_s, never = history.finished_s, (trace.end_s, "")
+        since_s = {lease: reserve["m"] / 1e9 for lease, reserve in trace.reserved.items()}
+        open_leases = [lease for lease, at_s in since_s.items() if at_s < ended_s < trace.over.get(lease, never)[0]]
+        findings.check(Rule.ENDED, not open_leases, "the run was ended while leases {} were open", open_leases)
 
 
 def _finished(findings: Findings, history: History, events: list[dict[str, Any]]) -> None:

@@ -26,6 +26,8 @@ from staleflow.process.daemon import Stop
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.codec import encode_request
 from staleflow.protocols.wire.messages import (
+    Done,
+    Drain,
     GetBatch,
     GetGroups,
     GetManifest,
@@ -55,7 +57,7 @@ from staleflow.sim.faults.plan import NEAR, Plan
 from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.stage import opened_stage
 from staleflow.sim.faults.witness import Witness
-from staleflow.sim.virtual import Conductor, Process
+from staleflow.sim.virtual import Conductor, Process, current
 from staleflow.store.base import StoreError
 from staleflow.trace.writer import stored_head
 
@@ -115,7 +117,7 @@ class History:
     served_wrongly: list[str] = field(default_factory=list[str])
     """Servers that worked on a store that was not theirs."""
     finished_s: float = 0.0
-    """Time at which the end of the run was acknowledged, and the scheduler was killed; 0 if it was not."""
+    """Time at which the end of the run was acknowledged; 0 if it was not."""
     swapped: int = 0
     """Number of stores that were replaced for a while."""
     failures: list[str] = field(default_factory=list[str])
@@ -371,7 +373,7 @@ class World:
     async def _trainer(self, name: str, process: Process, stop: Stop) -> None:
         scene, thread = self.scene, Lockstep(process)
         config = scene.config
-        if scene.finishing:
+        if scene.last_step:
             config = replace(config, trainer=replace(config.trainer, steps=scene.last_step))
         client = TrainerClient(
             scene.where.scheduler,
@@ -426,20 +428,30 @@ class World:
                 node.disk.kill_at = ""
 
     def finish(self) -> None:
-        """End the run after one more step: the trainer stops, and restarts with a last step."""
+        """End the run: by a drain, or after one more step, for which the trainer stops and restarts with a last
+        step."""
         scene = self.scene
         scene.finishing = True
+        if self.plan.drained:
+            self.conductor.spawn("operator", self._drain)
+            return
         scene.last_step = max((one.version for one in scene.journal.committed), default=0) + 1
         for node in self.of("trainer"):
             if node.process is not None and node.process.alive and node.stop is not None:
                 node.process.loop.call_soon(node.stop.set, "SIGTERM")
 
+    async def _drain(self) -> None:
+        client = Client(
+            self.scene.where.scheduler, worker=worker_id("operator"), transport=self.network.transport(current())
+        )
+        await client.ask(Drain(why="the simulation ends"), Done, timeout_s=None)
+
     def _on_finished(self) -> None:
-        """Kill the scheduler once the end of the run is acknowledged, and start it again."""
-        node = self.nodes["scheduler"]
-        if not self.plan.killed_at_end or self.history.finished_s or node.process is None:
+        """Note when the end of the run is acknowledged; if the plan wants it, kill the scheduler and start it again."""
+        node, known = self.nodes["scheduler"], self.history.finished_s
+        self.history.finished_s = known or self.conductor.now_s
+        if known or not self.plan.killed_at_end or node.process is None:
             return
-        self.history.finished_s = self.conductor.now_s
         self.conductor.kill(node.process)
 
         def start() -> None:

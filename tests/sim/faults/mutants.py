@@ -27,7 +27,7 @@ from staleflow.clients.trainer.loop import TrainingLoop
 from staleflow.clients.weights.remote import Remote
 from staleflow.process.clock import RunningClock
 from staleflow.protocols.consistency import production, rollback, settle, snapshot, training
-from staleflow.protocols.consistency.effects import Pushed
+from staleflow.protocols.consistency.effects import Published, Pushed
 from staleflow.protocols.consistency.events import Push
 from staleflow.protocols.consistency.groups import LEASED, Group
 from staleflow.protocols.consistency.ids import LeaseId
@@ -46,6 +46,7 @@ from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.ledger.training import Training
+from staleflow.servers.scheduler.status.deadlock import Deadlock
 from staleflow.servers.scheduler.workers.attachments import Attachments
 from staleflow.servers.scheduler.workers.pull_reports import PullReports
 from staleflow.servers.trajectories import service as trajectory_service
@@ -496,6 +497,36 @@ def _of_another_step(real: Any) -> Any:
     return batch
 
 
+def _gives_up(real: Any) -> Any:
+    def end(self: Training, why: str) -> None:
+        self.give_up(why)
+
+    return end
+
+
+def _nothing_while_held(real: Any) -> Any:
+    def take(self: StageQueue, worker: str, most: int, **how: Any) -> Any:
+        return [] if self._worker(worker).holds else real(self, worker, most, **how)
+
+    return take
+
+
+def _other_digest(real: Any) -> Any:
+    def register(self: Catalog, about: Any) -> Any:
+        return real(self, structs.replace(about, manifest=structs.replace(about.manifest, sha="0" * 64)))
+
+    return register
+
+
+def _published_first(real: Any) -> Any:
+    def consume(ledger: Ledger, event: Any) -> None:
+        real(ledger, event)
+        if len(ledger.out) > 1 and isinstance(ledger.out[-1], Published):
+            ledger.out[-2:] = reversed(ledger.out[-2:])
+
+    return consume
+
+
 def _first_only(real: Any) -> Any:
     def newest(self: Checkpoints) -> Any:
         paths = self.paths()
@@ -800,7 +831,7 @@ MUTANTS = (
         trace_writer,
         "_check_history",
         _does_nothing,
-        _rules("HISTORY", "CHAIN"),
+        _rules("LINE", "SEQUENCE", "CHAIN"),
         ("an older store of the scheduler", "slow disk"),
     ),
     Mutant(
@@ -811,6 +842,16 @@ MUTANTS = (
         _rules("ENDED"),
         ("a rollout worker fails everything", "slow disk"),
         seed=47,
+    ),
+    Mutant(
+        "groups under way do not count in a deadlock",
+        Deadlock,
+        "is_certain",
+        _yes,
+        _rules("ENDED"),
+        ("slow disk",),
+        seed=47,
+        epochs=1,
     ),
     Mutant(
         "an older checkpoint is no fallback for a damaged one",
@@ -865,7 +906,7 @@ MUTANTS = (
         _does_nothing,
         _rules("PULL"),
         KILLS,
-        seed=31,
+        seed=20,
     ),
     Mutant(
         "the end of a run is acknowledged and not stored",
@@ -883,4 +924,23 @@ MUTANTS = (
         _of_another_step,
         _rules("BATCH"),
     ),
+    Mutant("a drain ends as a failure", Training, "end", _gives_up, _rules("ENDED"), KILLS, seed=16),
+    Mutant(
+        "a held stage worker is never tried again",
+        StageQueue,
+        "take",
+        _nothing_while_held,
+        _rules("PROGRESS"),
+        ("a stage worker fails everything", "slow disk"),
+        seed=47,
+        events=285,
+    ),
+    Mutant(
+        "a version is registered under another digest",
+        Catalog,
+        "register",
+        _other_digest,
+        _rules("PUBLISHED"),
+    ),
+    Mutant("a version is traced before its batch is consumed", training, "consume", _published_first, _rules("I5")),
 )

@@ -2,11 +2,19 @@
 
 import pytest
 
+from staleflow.sim.faults.reconcile import Rule
 from staleflow.sim.faults.run import run_plan
+from staleflow.trace.audit.report import FileRule
+from staleflow.trace.audit.state import Rule as AuditRule
 from tests.sim.faults.mutants import MUTANTS, Mutant
 
 TRIES = 12
 """Number of seeds, one of which must expose the bug. The effect of a seed changes whenever the shipped code does."""
+
+
+def test_every_rule_names_a_planted_bug() -> None:
+    named = {rule for mutant in MUTANTS for rule in mutant.rules}
+    assert {rule.name for rule in (*FileRule, *AuditRule, *Rule)} == named
 
 
 @pytest.mark.timeout(900)  # up to ``TRIES`` seeds, possibly on a shared processor
