@@ -353,13 +353,13 @@ def _broken(findings: Findings, journal: Journal, history: History, trace: Trace
         count = sum(interval.since_s < at_s < until_s for at_s in given_up[interval.what])
         most = WASTED_AT_ONCE + WASTED_PER_S * (until_s - interval.since_s)
         findings.check(Rule.WASTED, count <= most, "{} failed at {} groups in {}", interval.what, count, interval)
-    for push in trace.given_up:
-        failures = journal.failed_stages.get(push["sha"], [])
+    for released in trace.given_up:
+        failures = journal.failed_stages.get(released["sha"], [])
         if failures and plan.stages > 1 and not plan.loses_workers:
-            workers = journal.tried_stages[push["sha"]]
+            workers = journal.tried_stages[released["sha"]]
             tried = any(_tried(stage, workers, failures) for stage in {one.stage for one in failures})
             why = "group {} was given up after one of {} alone had failed"
-            findings.check(Rule.RETRIED, tried, why, push["group"], workers)
+            findings.check(Rule.RETRIED, tried, why, released["group"], workers)
     for detach in trace.detached:
         if not plan.loses_workers:  # then every worker of these roles lives until the end of the run
             replaced = detach["why"].startswith("replaced")

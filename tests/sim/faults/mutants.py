@@ -39,6 +39,7 @@ from staleflow.protocols.wire.delta import comparable
 from staleflow.protocols.wire.messages import RegisterVersionReply, Result
 from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.protocols.wire.tensors import unpack
+from staleflow.servers.parameters import versions
 from staleflow.servers.parameters.catalog import Catalog
 from staleflow.servers.scheduler import main as scheduler_main
 from staleflow.servers.scheduler.coordination.backoff import MAX_PROMPTS, Backoff
@@ -889,6 +890,14 @@ MUTANTS = (
         _rules("NAMED"),
         ("the same name twice",),
         seed=47,
+    ),
+    Mutant(
+        "a full disk of the weights ends the parameter server",
+        versions,
+        "state_of",
+        _does_nothing,
+        _rules("ALIVE"),
+        ("full disk of the weights",),
     ),
     Mutant(
         "a trainer dies on a group that it cannot train",
