@@ -3,7 +3,6 @@
 Nothing here belongs to an event loop, so all of it works where one is running already.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from staleflow.process.sanitize import printable
 from staleflow.report.writers import with_writers
 from staleflow.supervisor import rundir, summary
 from staleflow.supervisor.addresses import check_free, may_answer
+from staleflow.supervisor.joining import generated_name
 from staleflow.supervisor.supervisor import Supervisor
 from staleflow.supervisor.view import Snapshot, View
 from staleflow.trace.audit.report import AuditReport, audit
@@ -252,7 +252,7 @@ class Run:
 
         Returns once the run has taken it in. ``ConfigError`` with its last line if it ends before.
         """
-        name = name or f"{role}-{os.urandom(2).hex()}"
+        name = name or generated_name(role, stage)
         place = ("--connect", self.address)
         if self._folder is not None:  # its configuration names the keys
             place = ("--run-dir", str(self._folder))

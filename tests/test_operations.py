@@ -9,6 +9,7 @@ import pytest
 
 from staleflow.cli.chaos import KINDS
 from staleflow.protocols.consistency.effects import Code, DropWhy, ReleaseWhy
+from staleflow.servers.scheduler.coordination.sentences import Hold, restricted
 from staleflow.supervisor.chaos import Kind
 
 ROOT = Path(__file__).parent.parent
@@ -64,6 +65,18 @@ def test_every_message_that_is_explained_is_written_by_somebody() -> None:
     assert len(told) > 40, "void: the tables are not found"
     written = [text for node in nodes() if (text := said_by(node))]
     assert [message for message in told if not any(message in text for text in written)] == []
+
+
+def test_every_sentence_that_names_a_process_at_fault_is_explained() -> None:
+    tree = ast.parse((ROOT / "servers/scheduler/coordination/sentences.py").read_text())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for name in ("silent", "restarted"):
+        (returned,) = [node.value for node in functions[name].body if isinstance(node, ast.Return)]
+        assert returned is not None
+        assert f"`{said_by(returned)}`" in PAGE
+    for left_s in (4.0, 0.0):
+        said = restricted([Hold(worker="…", left_s=left_s, failed=9, detail="…")])
+        assert said.replace("4 s", "…").partition(": its last 9")[0] in PAGE
 
 
 @pytest.mark.parametrize("word", [*Code, *ReleaseWhy, *DropWhy], ids=str)

@@ -30,12 +30,12 @@ def check_streaming(config: Config) -> None:
 
 
 def check_pieces(config: Config, nproc: int) -> None:
-    """Check that ``nproc`` ranks can share every piece of a batch."""
+    """Check that ``nproc`` ranks can share every micro-batch of a batch."""
     trainer = config.trainer
     rest = trainer.batch_size % trainer.stream_groups
     if trainer.streaming and (trainer.stream_groups < nproc or 0 < rest < nproc):
         allowed = (
-            f"each of {nproc} ranks needs a group of every piece: {nproc} at least, and of trainer.batch_size = "
+            f"each of {nproc} ranks needs a group of every micro-batch: {nproc} at least, and of trainer.batch_size = "
             f"{trainer.batch_size} none or at least {nproc} may be left over"
         )
         raise ConfigError("trainer.stream_groups", trainer.stream_groups, allowed)

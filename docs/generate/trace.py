@@ -107,7 +107,7 @@ EVENTS = {
     "seal": "A batch is fixed for a step: claimed groups first, then by deadline and order of occupation.",
     "claim": "An occupied group is fixed as the next member of a batch that is not sealed yet (streaming).",
     "unseal": "A sealed batch, and every later one, is dissolved; its members are occupied again.",
-    "deliver": "A rank of the trainer was given a batch, or the first piece of one.",
+    "deliver": "A rank of the trainer was given a batch, or the first micro-batch of one.",
     "consume": "A step is committed. The publish of the new version follows.",
     "checkpoint": "A checkpoint is registered. Payload of steps before the oldest kept checkpoint may be deleted.",
     "reject": "A request was refused and changed nothing. At most one line per second, peer and code.",

@@ -1,6 +1,5 @@
 """``staleflow attach``: run one worker in this terminal."""
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +12,6 @@ from staleflow.configs.errors import ConfigError
 if TYPE_CHECKING:
     from staleflow.configs.schema import Config
 
-NAME_BYTES = 8
-"""Random bytes of a generated name, enough that two workers of a run never generate the same one."""
 ROLE_OPTIONS = {
     "stage": ("stage", "a stage worker"),
     "nproc": ("train", "the trainer"),
@@ -83,13 +80,13 @@ def command(
     from staleflow.net.errors import RunOver
     from staleflow.process.readiness import slot
     from staleflow.supervisor import lifeline
-    from staleflow.supervisor.joining import check_not_ended, join_run
+    from staleflow.supervisor.joining import check_not_ended, generated_name, join_run
 
     for option, (owner, called) in ROLE_OPTIONS.items():
         if owner != role:
             options.refuse(f"only {called} accepts it", option)
     watched = lifeline.watch_supervisor()
-    name = name or _generated_name(stage if role == "stage" else role)
+    name = name or generated_name(role, stage)
     if name in (".", "..") or Path(name).name != name:
         raise ConfigError("--name", name, "files are named after it: use a name without slashes, other than . and ..")
     if run_dir is not None:
@@ -164,7 +161,3 @@ def _attach(role: str, config: "Config", run_dir: Path, name: str, scheduler: st
             from staleflow.clients.trainer import main as trainer
 
             return trainer.attach(config, run_dir, name, scheduler)
-
-
-def _generated_name(role: str) -> str:
-    return "trainer" if role == "train" else f"{role}-{os.urandom(NAME_BYTES).hex()}"

@@ -9,6 +9,7 @@ from staleflow.monitor.events import describe
 from staleflow.monitor.history import History
 from staleflow.monitor.roles import groups_in
 from staleflow.monitor.words import worker_name
+from staleflow.servers.scheduler.coordination.sentences import Hold, restricted
 
 Status = Mapping[str, Any]
 
@@ -294,8 +295,8 @@ def _stages(names: Sequence[str]) -> str:
 def events(status: Status, unix_s: float) -> tuple[EventRow, ...]:
     """Return the events, newest first.
 
-    Current conditions precede them: stage workers that fail every group, then stages and environments that limit the
-    run.
+    Current conditions precede them: stage workers and engines that fail every group, stages and environments that limit
+    the run.
     """
     found: list[EventRow] = []
     for stage in status.get("stages") or ():
@@ -306,6 +307,11 @@ def events(status: Status, unix_s: float) -> tuple[EventRow, ...]:
         if stage.get("limit"):
             found.append(EventRow(ago_s=None, words=str(stage["limit"]), tone="warn"))
     for instance in status.get("instances") or ():
+        if failed := instance.get("failed"):
+            hold = Hold(
+                worker=instance["name"], left_s=failed["held_s"], failed=failed["groups"], detail=failed["detail"]
+            )
+            found.append(EventRow(ago_s=None, words=restricted([hold]), tone="bad"))
         if instance.get("limit"):
             found.append(EventRow(ago_s=None, words=str(instance["limit"]), tone="warn"))
     for line in reversed(status.get("recent") or ()):

@@ -125,7 +125,7 @@ class SimTrainer:
         self._feed()
 
     def _feed(self) -> None:
-        """Request the next groups: whole batches one ahead, pieces of them two."""
+        """Request the next groups: whole batches one ahead, micro-batches two."""
         if self._asking or self._step >= self._steps or len(self._waiting) >= (2 if self._stream_groups else 1):
             return
         self._asking = True

@@ -1,5 +1,6 @@
 """Join a run for which only the scheduler's address is known."""
 
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,13 @@ from staleflow.supervisor.addresses import may_answer
 
 _KEY_ROLES = {"train": Role.TRAINER, "relay": Role.SERVER}
 """Key role of a worker role on the command line, where the two names differ."""
+_NAME_BYTES = 8
+"""Random bytes of a generated name, enough that two workers of a run never generate the same one."""
+
+
+def generated_name(role: str, stage: str) -> str:
+    """Return the name of a worker that was given none. ``role`` is rollout, stage, train or relay."""
+    return "trainer" if role == "train" else f"{stage if role == 'stage' else role}-{secrets.token_hex(_NAME_BYTES)}"
 
 
 def join_run(
@@ -23,8 +31,9 @@ def join_run(
     """Return the run's configuration and run directory.
 
     The directory is the scheduler's if this host can read it, else ``runs/attached-RUN``. ``role`` is rollout, stage,
-    train or relay. Raise ``ConfigError`` if ``file`` or ``overrides`` describe another run, ``RunOver`` if the run has
-    finished, and ``Unavailable`` if the scheduler does not answer.
+    train or relay. Raise ``ConfigError`` if ``file`` or ``overrides`` describe another run, or if another user owns the
+    scheduler's Unix socket or directory; ``RunOver`` if the run has finished; ``Unavailable`` if the scheduler does not
+    answer.
     """
     with _admin(address, role) as admin:
         try:
@@ -33,6 +42,8 @@ def join_run(
             if refused.is_over:
                 raise RunOver from refused
             raise
+    if address.startswith("ipc://"):
+        rundir.check_owner(Path(address.removeprefix("ipc://")), "socket")
     config = from_json(attached.config)
     if file is not None and load(file, overrides) != config:
         raise ConfigError("--config", str(file), f'run "{attached.run}" at {address} has a different configuration')
@@ -41,7 +52,9 @@ def join_run(
             "override", overrides[0], f'run "{attached.run}" at {address} has its configuration: leave it out'
         )
     folder = Path(attached.run_dir)
-    if not ((folder / RESOLVED).is_file() and read_run(folder) == config):
+    if (folder / RESOLVED).is_file() and read_run(folder) == config:
+        rundir.check_owner(folder)
+    else:
         folder = Path("runs") / f"attached-{attached.run}"
         write_resolved(config, folder)
     return config, folder

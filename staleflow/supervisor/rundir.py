@@ -44,23 +44,23 @@ def choose(config: Config, given: Path | None, *, resume: bool) -> Path:
     return run_dir
 
 
-def check_owner(run_dir: Path) -> None:
-    """Raise ``ConfigError`` for a directory that another user owns or may write to.
+def check_owner(path: Path, what: str = "run directory") -> None:
+    """Raise ``ConfigError`` for a directory or socket that another user owns or may write to.
 
-    The configuration in it names code to run. Root may not use the directory of another user either. Every user may use
-    a directory of root, who can change all directories anyway.
+    The configuration that it supplies names code to run. Root may not use those of another user either. Every user may
+    use those of root, who can change all of them anyway.
     """
     try:
-        owner = run_dir.stat()
+        owner = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return
     if owner.st_uid not in (os.geteuid(), 0):
-        allowed = f"it belongs to {_user(owner.st_uid)}; it must be your own: choose another directory, or chown it"
-        raise ConfigError("run directory", str(run_dir), allowed)
+        allowed = f"it belongs to {_user(owner.st_uid)}; it must be your own: choose another, or chown it"
+        raise ConfigError(what, str(path), allowed)
     if owner.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = f"{stat.S_IMODE(owner.st_mode):04o}"
-        allowed = f"others may write to it (mode {mode}); only you may: chmod go-w {run_dir}"
-        raise ConfigError("run directory", str(run_dir), allowed)
+        allowed = f"others may write to it (mode {mode}); only you may: chmod go-w {path}"
+        raise ConfigError(what, str(path), allowed)
 
 
 def _user(uid: int) -> str:

@@ -108,6 +108,19 @@ def test_a_stage_worker_that_fails_everything_and_stages_and_environments_that_a
     assert [(row.under_way, row.calls, row.full, row.failing) for row in it.stages] == [(8, 8, True, 1)]
 
 
+def test_an_engine_that_fails_everything_is_an_event_and_its_row_says_what_holds_it() -> None:
+    first, second = STATUS["instances"][:2]
+    held = first | {"failed": {"groups": 9, "held_s": 4.2, "detail": "no module named judge"}}
+    on_trial = second | {"failed": {"groups": 12, "held_s": 0.0, "detail": "no module named judge"}}
+    it = board("run", shown(instances=[held, on_trial]), History())
+    assert [row.command for row in it.instances] == ["held 4 s: 9 failed", "on trial: 12 failed"]
+    assert [(row.ago_s, row.tone) for row in it.events[:2]] == [(None, "bad")] * 2
+    assert [row.words for row in it.events[:2]] == [
+        "rollout-0 is on hold for 4 s: its last 9 groups failed: no module named judge",
+        "rollout-1 is limited to one group at a time: its last 12 groups failed: no module named judge",
+    ]
+
+
 def test_a_damaged_version_says_so_and_one_that_only_engines_have_is_shown() -> None:
     kept: list[dict[str, Any]] = [
         {"lineage": 0, "version": 23, "nbytes": 5, "registered": True, "corrupt": "w", "pinned_by": []}

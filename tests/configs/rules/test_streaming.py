@@ -62,7 +62,7 @@ def test_every_rank_must_have_a_group_of_every_piece(nproc: int, groups: int) ->
             "m2po",
             'the whole batch: "aipo", "cispo", "gspo", "opsm", "ppo_clip"',
         ),
-        (config(backend="ddp", nproc=2), "trainer.stream_groups", 1, "2 ranks needs a group of every piece"),
+        (config(backend="ddp", nproc=2), "trainer.stream_groups", 1, "2 ranks needs a group of every micro-batch"),
         (config(backend="fsdp", nproc=4, stream_groups=6), "trainer.stream_groups", 6, "trainer.batch_size = 8 none"),
         (config(stream_groups=9), "trainer.stream_groups", 9, "trainer.batch_size = 8 groups"),
         (config(streaming=False, stream_groups=2), "trainer.stream_groups", 2, "leave it at 1"),

@@ -75,6 +75,15 @@ async def test_a_token_beyond_the_vocabulary_is_refused_traced_and_costs_no_othe
     assert "lease" in line
 
 
+async def test_a_worker_without_an_environment_cannot_reward_its_own_group(run: Run) -> None:
+    rollout = await started(run)
+    claimed = payload(0)
+    claimed.stages["stage/environment/reward"] = np.ones(2, np.float32)
+    bad, good = await push(rollout, claimed, payload(0))
+    assert (bad.code, good.code) == (Code.MALFORMED, None)
+    assert bad.detail.startswith("a push has the stage columns stage/environment/reward; it may have none")
+
+
 async def test_a_sample_that_is_longer_than_the_run_allows_is_refused(make_run: Callable[..., Run]) -> None:
     run = make_run(rollout={"max_new_tokens": 64})
     run.scheduler()

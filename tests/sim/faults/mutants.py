@@ -580,7 +580,7 @@ MUTANTS = (
         _nothing_was_abandoned,
         _rules("VERSION", "PULL", "ROLLBACK"),
         ("two trainers", "delay messages", "slow link"),
-        seed=33,
+        seed=41,
         events=1_500,
     ),
     Mutant("a duplicate has a second effect", production, "push", _second_push, _rules("I4", "MOVE"), KILLS),
@@ -701,7 +701,7 @@ MUTANTS = (
         KILLS,
     ),
     Mutant("nothing is ever forgotten", Shard, "retain", _retains_everything, _rules("GARBAGE")),
-    Mutant("masked tokens are not counted", Group, "masked", _masks_nothing, _rules("I1")),
+    Mutant("masked tokens are not counted", Group, "masked", _masks_nothing, _rules("I1"), seed=9),
     Mutant(
         "the base of a delta is taken for the version",
         Remote,
@@ -765,7 +765,12 @@ MUTANTS = (
         seed=5,
     ),
     Mutant(
-        "the trainer trains what the token bound masks", batches._Columns, "mask", _nothing_is_masked, _rules("SERVED")
+        "the trainer trains what the token bound masks",
+        batches._Columns,
+        "mask",
+        _nothing_is_masked,
+        _rules("SERVED"),
+        seed=9,
     ),
     Mutant(
         "a stage hands back the columns of another group",
@@ -773,6 +778,7 @@ MUTANTS = (
         "_make",
         _columns_of_others,
         _rules("SERVED"),
+        seed=7,
     ),
     Mutant(
         "a pause of the scheduler counts against its leases",

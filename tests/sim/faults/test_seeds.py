@@ -6,9 +6,11 @@ reproduces it, and the story of the group. ``make soak`` runs the same test with
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +80,13 @@ def test_every_fault_happened_and_every_rule_had_something_to_check() -> None:
         for where in ("stage", "trainer", "rollout: weights", "rollout: groups", "rollout: partials")
         if not counts[f"looked: {where}"]
     ] == []
+
+
+def test_every_fault_is_named_on_the_page() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "fault-simulation.md").read_text()
+    table = page.partition("\n## Faults\n")[2].partition("\n## ")[0]
+    named = {part.strip() for part in re.split("[|,;:(]", table)}
+    assert [kind for kind in KINDS if kind not in named] == []
 
 
 def test_a_seed_is_the_same_run_whatever_the_order_of_hashes_and_whatever_ran_before() -> None:

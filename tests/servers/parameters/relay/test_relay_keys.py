@@ -27,9 +27,11 @@ from staleflow.protocols.wire.messages import (
     Attach,
     AttachReply,
     GetChunk,
+    GetManifest,
     GetRetainedVersions,
     GetStatus,
     JoinRelays,
+    ManifestReply,
     Ping,
     Pong,
     RegisterVersion,
@@ -40,7 +42,7 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.protocols.wire.tensors import Array
 from staleflow.servers.parameters import main as parameters
-from staleflow.servers.parameters import tree
+from staleflow.servers.parameters import pins, tree
 from staleflow.servers.parameters.relay import main as relay_main
 from staleflow.servers.parameters.relay import service as relay
 from staleflow.servers.parameters.service import ParameterService
@@ -100,11 +102,11 @@ class Guarded:
         self._clients.append(made := Client(address, worker=WorkerId(name), transport=transport))
         return made
 
-    async def publish(self) -> None:
+    async def publish(self, version: int = 0) -> None:
         trainer = client_sockets(self.config.security, Role.TRAINER)
         self._clients.append(publisher := Publisher(self.root, worker=WorkerId("trainer.1"), transport=trainer))
         await publisher.publish(
-            WEIGHTS, trainer_term=TrainerTerm(1), lineage=Lineage(0), version=Version(0), batch=None
+            WEIGHTS, trainer_term=TrainerTerm(1), lineage=Lineage(0), version=Version(version), batch=None
         )
 
     def reader(self) -> Puller:
@@ -186,3 +188,21 @@ async def test_nobody_but_a_server_s_key_joins_the_tree(guarded: Guarded, role: 
     with pytest.raises(Refused) as no:
         await guarded.client(guarded.root, role, worker).ask(join, Sources, timeout_s=10)
     assert no.value.code is Code.DENIED
+
+
+async def test_workers_of_one_key_pin_a_few_versions_together_at_the_parameter_server(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pins, "MAX_PER_KEY", 1)
+    for version in (0, 1):
+        await guarded.publish(version)
+    for name, role, version in (
+        ("trainer.2", Role.TRAINER, 0),
+        ("greedy.1", Role.ROLLOUT, 0),
+        ("greedy.2", Role.ROLLOUT, 1),
+    ):
+        ask = GetManifest(worker=WorkerId(name), lineage=Lineage(0), version=Version(version))
+        await guarded.client(guarded.root, role, name).ask(ask, ManifestReply, timeout_s=10)
+    looking = guarded.client(guarded.root, Role.MONITOR, "looking.1")
+    rows = (await looking.ask(GetStatus(), Status)).values["versions"]
+    assert {row["version"]: row["pinned_by"] for row in rows} == {0: ["trainer.2"], 1: ["greedy.2"]}

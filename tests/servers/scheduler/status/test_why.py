@@ -5,10 +5,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from staleflow.configs.schema import Environment
+from staleflow.configs.schema import Environment, Stage
 from staleflow.protocols.consistency.effects import ReleaseWhy
 from staleflow.protocols.consistency.ids import WorkerId
-from staleflow.protocols.wire.messages import Detach, Done
+from staleflow.protocols.wire.messages import Detach, Done, StageLoad, StageLoads
 from staleflow.servers.scheduler.workers.registry import CRASH_LOOP_WINDOW_MS, FIRST_MESSAGE_TIMEOUT_MS
 from tests.servers.scheduler.table import TICK_MS, Seat, Table
 from tests.servers.scheduler.world import config
@@ -119,3 +119,26 @@ def test_an_environment_that_lets_too_few_episodes_play_is_named_with_its_keys(t
     assert table.why.endswith(f" in stages; {limit}")
     rows = {row["name"]: row["limit"] for row in table.status()["instances"]}
     assert rows == {"a": limit.replace(" b:", " a:").replace(" 5 ", " 3 "), "b": limit, "c": ""}
+
+
+def test_a_stage_that_is_the_limit_is_named_with_the_keys_that_raise_it(tmp_path: Path) -> None:
+    """Every stage may be at its own limit; the one with most groups waiting is named."""
+    judge = Stage(name="judge", run="nobody:judges", makes=["score"])
+    table = Table(tmp_path / "run", msgspec.structs.replace(config(batch_size=8, max_staleness=2), stage=[judge]))
+    for number, stage in enumerate(("judge", "reward", "reward")):
+        table.attach(f"{stage}-{number}", "stage", stage=stage)
+    seat = Seat(table, "a")
+    assert table.push(seat.assign(seat.holds()[0]), "a") is None
+    loads = [
+        StageLoad(stage="judge", waiting=9, taken=8, groups=[], calls=8),
+        StageLoad(stage="reward", waiting=4, taken=2, groups=[], calls=2),
+    ]
+    assert table.ask("trajectories-0", StageLoads(shard=0, loads=loads, used_share=0.25)) == Done()
+    limit = "stage judge: 8 of 8 calls under way, 9 groups queued; raise stage[0].concurrency or stage[0].workers"
+    assert table.why.endswith(f" in stages; {limit}")
+    one_by_one = "stage reward: 2 of 2 calls under way, 5 groups queued; raise reward.workers, or make it an async def"
+    rows = {row["stage"]: row["limit"] for row in table.status()["stages"]}
+    assert rows == {"judge": limit, "reward": one_by_one}
+    loads[0] = msgspec.structs.replace(loads[0], taken=7)
+    assert table.ask("trajectories-0", StageLoads(shard=0, loads=loads, used_share=0.25)) == Done()
+    assert table.why.endswith(" in stages; 9 wait for the stage judge (1 worker, 7 in work)")

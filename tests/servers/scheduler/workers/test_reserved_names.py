@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.cli.attach import _generated_name  # pyright: ignore[reportPrivateUsage]
 from staleflow.cli.main import main
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
@@ -31,6 +30,7 @@ from staleflow.protocols.wire.messages import (
 from staleflow.servers.scheduler.main import open_store, serve_until
 from staleflow.servers.scheduler.workers import registry
 from staleflow.servers.scheduler.workers.reserved_names import name_objection
+from staleflow.supervisor.joining import generated_name
 from tests.servers.running import config_of
 from tests.servers.scheduler.asked import Asked
 
@@ -144,8 +144,10 @@ def test_each_role_has_the_names_that_begin_with_its_word() -> None:
 
 
 def test_a_made_up_name_is_never_made_up_twice() -> None:
-    assert len({_generated_name("rollout") for _ in range(10_000)}) == 10_000
-    assert len(_generated_name("rollout").removeprefix("rollout-")) * 4 >= 64
+    assert len({generated_name("rollout", "") for _ in range(10_000)}) == 10_000
+    assert len(generated_name("rollout", "").removeprefix("rollout-")) * 4 >= 64
+    assert generated_name("stage", "judge").startswith("judge-")
+    assert generated_name("train", "") == "trainer"
 
 
 def test_an_echo_of_attach_does_not_throw_the_successor_out(tmp_path: Path) -> None:
