@@ -60,10 +60,22 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class FailedStage:
-    """A stage worker that failed at a group; ``broken``: it fails at every group."""
+    """A stage worker that failed at a group.
+
+    ``broken``: it fails at every group, and another worker of its stage takes its groups.
+    """
 
     worker: str
     broken: bool
+
+    @property
+    def stage(self) -> str:
+        return stage_of(self.worker)
+
+
+def stage_of(worker: str) -> str:
+    """Return the stage of a stage worker."""
+    return worker.rpartition("-")[0]
 
 
 @dataclass(slots=True)
@@ -94,11 +106,14 @@ class Journal:
     committed: list[Committed] = field(default_factory=list[Committed])
     pulled: list[tuple[Lineage, Version, str]] = field(default_factory=list[tuple[Lineage, Version, str]])
     reports: dict[str, list[Reported]] = field(default_factory=dict[str, list[Reported]])
-    tried_stages: dict[GroupId, set[str]] = field(default_factory=dict[GroupId, set[str]])
-    """Stage workers that received a group, whatever the result."""
+    tried_stages: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    """Stage workers that received a pushed group, whatever the result, by the sha of the group."""
     poisoned: set[tuple[Key, str]] = field(default_factory=set[tuple[Key, str]])
     """(group and lease, sha) of pushes that no engine of the run can have written."""
-    failed_stages: dict[GroupId, list[FailedStage]] = field(default_factory=dict[GroupId, list[FailedStage]])
+    suspect_s: dict[str, float] = field(default_factory=dict[str, float])
+    """Time of the last failure of each stage worker for which a shard may have held it."""
+    failed_stages: dict[str, list[FailedStage]] = field(default_factory=dict[str, list[FailedStage]])
+    """Failures of stage workers at a pushed group, by its sha."""
     gave_up: list[str] = field(default_factory=list[str])
     """Reasons with which a trainer ended the run."""
     mismatches: list[str] = field(default_factory=list[str])

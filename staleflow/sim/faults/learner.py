@@ -12,17 +12,17 @@ from pathlib import Path
 
 import numpy as np
 
-from staleflow.clients.trainer.backends.base import StepResult, Stopped, Stopping
+from staleflow.clients.trainer.backends.base import StepResult, Stopped, Stopping, Untrainable
 from staleflow.clients.trainer.data.batch import NO_VERSION, TrainBatch
 from staleflow.configs.stages import stages
-from staleflow.protocols.consistency.ids import Step, Version
+from staleflow.protocols.consistency.ids import GroupId, Step, Version
 from staleflow.protocols.wire.messages import Batch, MemberRef
 from staleflow.protocols.wire.stages import is_per_token, short_name
 from staleflow.protocols.wire.tensors import Array
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.sim.faults.journal import Fetched
 from staleflow.sim.faults.lockstep import Lockstep
-from staleflow.sim.faults.payload import Learned, columns_of, tensors_of, weights_of
+from staleflow.sim.faults.payload import Learned, columns_of, is_untrainable, tensors_of, weights_of
 from staleflow.sim.faults.scene import Scene
 
 STATE = "learned"
@@ -78,6 +78,8 @@ class Learner:
 
     def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
         self._parts.append(part)
+        if self._scene.untrainable:
+            self._refuse_untrainable(part)
         share = len(set(part.group_ids.tolist())) / self._scene.config.trainer.batch_size
         self._thread.sleep(self._scene.step_s * share * (0.5 + self._rng.random()))
         if stopping():
@@ -94,6 +96,12 @@ class Learner:
 
     def close(self) -> None:
         """Do nothing: no resource is held."""
+
+    def _refuse_untrainable(self, part: TrainBatch) -> None:
+        groups = [GroupId(group) for group in dict.fromkeys(part.group_ids.tolist()) if is_untrainable(group)]
+        if groups:
+            self._scene.counts["a group could not be trained"] += len(groups)
+            raise Untrainable(groups, "the loss raises")
 
     # --- checks of the input -------------------------------------------------------------------------------------
 

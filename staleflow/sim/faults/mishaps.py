@@ -23,6 +23,9 @@ For = Callable[[float, Callable[[], object]], None]
 MAX_HOLD_S: Final = 60.0
 """Longest hold of a worker that fails everything, at the scheduler or at a shard."""
 
+DOUBLED: Final = ("rollout", "stage")
+"""Roles of processes whose name a second process may use."""
+
 
 class ComponentFaults:
     """Faults of workers and stores; each action returns whether it caused its fault."""
@@ -96,7 +99,7 @@ class ComponentFaults:
 
     def _twice(self) -> bool:
         """Start a worker under a name that is in use, as an operator may."""
-        nodes = [node for node in self._world.of("rollout", "stage") if node.runs]
+        nodes = [node for node in self._world.of(*DOUBLED) if node.runs]
         if not nodes:
             return False
         process: Process = self._world.double(self._rng.choice(nodes))

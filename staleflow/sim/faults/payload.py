@@ -23,8 +23,9 @@ from staleflow.protocols.wire.trajectory import Finish, GroupPayload
 ROWS: Final = 500
 """Prompt rows of every run."""
 LONG: Final = 200
-LONG_ROW, FAILING_ROW = 7, 13
-"""In every fifty rows, one has a prompt of ``LONG`` tokens more, and one cannot be judged by any stage."""
+LONG_ROW, FAILING_ROW, UNTRAINABLE_ROW = 7, 13, 29
+"""In every fifty rows, one has a prompt of ``LONG`` tokens more, one cannot be judged by any stage, and one cannot be
+trained where the plan has such groups."""
 VOCABULARY: Final = 256
 """Tokens are bytes, as those of the shipped simulated engine; 0 is never drawn."""
 
@@ -216,6 +217,11 @@ def row_of(number: int) -> dict[str, object]:
 def always_fails(group: GroupId) -> bool:
     """Return whether every stage worker fails at every group of this prompt row."""
     return group % 50 == FAILING_ROW
+
+
+def is_untrainable(group: GroupId) -> bool:
+    """Return whether a trainer's model may raise at every group of this prompt row."""
+    return group % 50 == UNTRAINABLE_ROW
 
 
 def rows(*, seed: int, count: int) -> Sequence[dict[str, object]]:

@@ -116,6 +116,18 @@ class Plan:
     finite: bool = False
     """True if the prompts are used up after a few epochs, so that the run ends by itself."""
 
+    untrainable: bool = False
+    """True if the trainer's model raises at some groups, which no server can know."""
+
+    false_reports: bool = False
+    """True if rollout workers also report versions that they have not loaded."""
+
+    killed_at_end: bool = False
+    """True if the scheduler is killed as soon as it has acknowledged the end of the run."""
+
+    drained: bool = False
+    """True if the run is ended by a drain, not by its last step."""
+
     @property
     def loses_workers(self) -> bool:
         """True if a worker or its messages may be lost; then the only remaining worker may be the broken one."""
@@ -213,6 +225,10 @@ def plan_of(seed: int) -> Plan:
         every_s=rng.choice((0.7, 1.5, 3.0)),
         relays=random.Random(f"seed {seed}, relays").choice((0, 0, 0, 1, 2, 3)),
         finite=finite,
+        untrainable=random.Random(f"groups that fail {seed}").random() < 0.15,
+        false_reports=random.Random(f"pulls {seed}").random() < 0.15,
+        drained=random.Random(f"last drain {seed}").random() < 0.15,
+        killed_at_end=random.Random(f"end {seed}").random() < 0.15,
         slabs=_lends_slabs(seed),
         far_trainer=random.Random(f"trainer's host {seed}").random() < 0.4,
         mb_per_s=random.Random(f"relays' pace {seed}").choice((0.0, 0.001)),

@@ -15,9 +15,9 @@ from typing import Any
 from staleflow.process.clock import MAX_GAP_S
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.servers.trajectories.service import RETAIN_INTERVAL_S
-from staleflow.sim.faults.journal import Journal, Key
-from staleflow.sim.faults.mishaps import MAX_HOLD_S
-from staleflow.sim.faults.payload import Learned, manifest_of, weights_of
+from staleflow.sim.faults.journal import FailedStage, Journal, Key, stage_of
+from staleflow.sim.faults.mishaps import DOUBLED, MAX_HOLD_S
+from staleflow.sim.faults.payload import Learned, is_untrainable, manifest_of, weights_of
 from staleflow.sim.faults.plan import Plan
 from staleflow.sim.faults.world import History, Interval
 
@@ -45,15 +45,17 @@ class Rule(StrEnum):
     EARLY = "a lease of a worker that reported in time does not expire"
     LATE = "a lease of a dead or stopped worker ends after its time and a second"
     STORED = "pushed, occupied and sealed groups are stored in their shard, with those bytes"
-    QUARANTINED = "a quarantined group was changed on its disk, or its disk was lost"
+    QUARANTINED = "a quarantined group was changed on its disk, its disk was lost, or no trainer can train it"
     GARBAGE = "a shard keeps no payload that is not needed"
     ALIVE = "no server ends with an error of its own"
     PAUSED = "pauses of the scheduler do not count against a lease"
     WASTED = "a worker that fails everything is assigned few groups"
     RETRIED = "a group at which one broken stage worker failed is not released before another one has tried"
     POISONED = "a group that no engine of the run can have written is not accepted"
+    NAMED = "a live worker is not replaced by a process that uses its name"
     HISTORY = "a server does not work on a store that is empty or older than others know it to be"
     ENDED = "a run that can continue is not ended"
+    FINISHED = "an acknowledged end of the run survives a kill of the scheduler"
     PROGRESS = "a run without active faults does not stand still for longer than leases and retries take"
 
 
@@ -94,8 +96,10 @@ class TraceIndex:
     """The seal of each step of the surviving history."""
     quarantined: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(group, lease), in the order of the trace."""
-    given_up: list[int] = field(default_factory=list[int])
-    """Pushed groups that were released because a stage returned nothing for them."""
+    given_up: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Pushes of groups that were released because a stage returned nothing for them."""
+    detached: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Ends of processes whose name another process may use."""
     dropped_s: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
     """Time at which a push was dropped, by (group, lease)."""
     kept: int = 0
@@ -120,9 +124,11 @@ class TraceIndex:
                 self.live[event["group"]] = event
                 self.over[event["lease"]] = (now_s, "push")
             case "release":
-                if self._drop_live(event["group"], now_s) is not None and event["why"] == "aborted":
-                    self.given_up.append(event["group"])
+                if (push := self._drop_live(event["group"], now_s)) is not None and event["why"] == "aborted":
+                    self.given_up.append(push)
                 self.over.setdefault(event["lease"], (now_s, event["why"]))
+            case "detach" if event["role"] in DOUBLED:
+                self.detached.append(event)
             case "drop":
                 push = self._drop_live(event["group"], now_s)
                 if push is not None and event["why"] == "quarantine":
@@ -203,12 +209,14 @@ def reconcile(
     _leases(findings, journal, history, trace, lease_s)
     _paused(findings, journal, history, trace, lease_s)
     _broken(findings, journal, history, trace, plan)
-    _disks(findings, trace, stored, flipped)
+    _disks(findings, trace, plan, stored, flipped)
+    _ended(findings, journal, history, trace, plan)
+    if plan.killed_at_end:
+        _finished(findings, history, events)
     findings.checks[Rule.SERVED.name] += sum(journal.checked.values())
     findings.violations += [(Rule.SERVED, why) for why in journal.mismatches]
     findings.checks[Rule.HISTORY.name] += history.swapped
     findings.violations += [(Rule.HISTORY, why) for why in history.served_wrongly]
-    findings.check(Rule.ENDED, plan.finite or not journal.gave_up, "the run was ended: {}", journal.gave_up)
     findings.checks[Rule.ALIVE.name] += 1
     findings.violations += [(Rule.ALIVE, why) for why in history.failures]
     findings.checks[Rule.PROGRESS.name] += 1
@@ -345,15 +353,26 @@ def _broken(findings: Findings, journal: Journal, history: History, trace: Trace
         count = sum(interval.since_s < at_s < until_s for at_s in given_up[interval.what])
         most = WASTED_AT_ONCE + WASTED_PER_S * (until_s - interval.since_s)
         findings.check(Rule.WASTED, count <= most, "{} failed at {} groups in {}", interval.what, count, interval)
-    for group in trace.given_up:
-        failures = journal.failed_stages.get(GroupId(group), [])
+    for released in trace.given_up:
+        failures = journal.failed_stages.get(released["sha"], [])
         if failures and plan.stages > 1 and not plan.loses_workers:
-            workers = journal.tried_stages[GroupId(group)]
-            tried = len(workers) > 1 or not all(one.broken for one in failures)
-            findings.check(Rule.RETRIED, tried, "group {} was given up after {} alone had failed", group, workers)
+            workers = journal.tried_stages[released["sha"]]
+            tried = any(_tried(stage, workers, failures) for stage in {one.stage for one in failures})
+            why = "group {} was given up after one of {} alone had failed"
+            findings.check(Rule.RETRIED, tried, why, released["group"], workers)
+    for detach in trace.detached:
+        if not plan.loses_workers:  # then every worker of these roles lives until the end of the run
+            replaced = detach["why"].startswith("replaced")
+            findings.check(Rule.NAMED, not replaced, "{} was {}", detach["worker"], detach["why"])
     for key, sha in journal.poisoned:
         push = trace.pushes.get(key)
         findings.check(Rule.POISONED, push is None or push["sha"] != sha, "group {}, lease {} was accepted", *key)
+
+
+def _tried(stage: str, workers: set[str], failures: list[FailedStage]) -> bool:
+    """Return whether two workers of a stage tried a group, or it is not one broken worker that failed it."""
+    others_fail = any(one.stage == stage and not one.broken for one in failures)
+    return others_fail or sum(stage_of(worker) == stage for worker in workers) > 1
 
 
 def _others_failed(history: History, plan: Plan, interval: Interval) -> bool:
@@ -368,13 +387,33 @@ def _others_failed(history: History, plan: Plan, interval: Interval) -> bool:
     return len(late) >= plan.engines - 1
 
 
+def _ended(findings: Findings, journal: Journal, history: History, trace: TraceIndex, plan: Plan) -> None:
+    findings.check(Rule.ENDED, plan.finite or not journal.gave_up, "the run was ended: {}", journal.gave_up)
+    if journal.gave_up and not plan.loses_workers:  # a lost worker's leases may be open when its scheduler restarts
+        ended_s, never = history.finished_s, (trace.end_s, "")
+        since_s = {lease: reserve["m"] / 1e9 for lease, reserve in trace.reserved.items()}
+        open_leases = [lease for lease, at_s in since_s.items() if at_s < ended_s < trace.over.get(lease, never)[0]]
+        findings.check(Rule.ENDED, not open_leases, "the run was ended while leases {} were open", open_leases)
+
+
+def _finished(findings: Findings, history: History, events: list[dict[str, Any]]) -> None:
+    if finished_s := history.finished_s:
+        later = [event["ev"] for event in events if event["m"] / 1e9 > finished_s]
+        ends = later[-1:] == ["close"] and "reserve" not in later
+        findings.check(Rule.FINISHED, ends, "the run was finished at {:.1f} and went on with {}", finished_s, later)
+
+
 def _longest(spells: list[Interval], since_s: float, until_s: float) -> float:
     """Return the longest time between the two in which the scheduler worked without interruption."""
     return max((min(s.until_s, until_s) - max(s.since_s, since_s) for s in spells), default=0.0)
 
 
 def _disks(
-    findings: Findings, trace: TraceIndex, stored: Mapping[tuple[int, int], str], flipped: set[tuple[int, int]]
+    findings: Findings,
+    trace: TraceIndex,
+    plan: Plan,
+    stored: Mapping[tuple[int, int], str],
+    flipped: set[tuple[int, int]],
 ) -> None:
     needed = trace.needed()
     for key, push in needed.items():
@@ -386,7 +425,8 @@ def _disks(
             stored.get(key),
         )
     for key in trace.quarantined:
-        findings.check(Rule.QUARANTINED, key in flipped, "group {}, lease {} was quarantined without damage", *key)
+        bad = key in flipped or (plan.untrainable and is_untrainable(GroupId(key[0])))
+        findings.check(Rule.QUARANTINED, bad, "group {}, lease {} was quarantined without damage", *key)
     excused = needed.keys() | trace.dropped_late() | flipped
     for key in stored:
         findings.check(Rule.GARBAGE, key in excused, "group {}, lease {} is garbage", *key)

@@ -86,14 +86,14 @@ def _run(plan: Plan, events: int, run_dir: Path) -> Outcome:
             faults.begin()
             _until(world, lambda: world.scene.finished or (world.seq() >= events and faults.number >= MIN_FAULTS))
             faults.on = False
-            _until(world, lambda: not world.active_faults and world.calm())
+            _until(world, lambda: world.closed() or (not world.active_faults and world.calm()))
             world.settle()
             _for(world, SETTLE_S)
             world.scene.finishing = True
             if not plan.finite:
                 world.finish()
             closed = _until(world, world.closed, MAX_S if plan.finite else END_S)
-            _for(world, 5.0)
+            _for(world, 15.0 if plan.killed_at_end else 5.0)
             if not closed and not world.history.stalls:
                 world.history.stalls.append("the run does not end")
             world.ended = True
@@ -139,7 +139,7 @@ def _judge(world: World, faults: Faults, events: int) -> Outcome:
     path = world.run_dir / "trace.jsonl"
     report = audit(path)
     lines = path.read_bytes().splitlines()
-    lines_of_trace = [json.loads(line) for line in lines]
+    lines_of_trace = [event for line in lines if (event := _decoded(line))]
     findings = reconcile(
         world.scene.journal,
         world.history,
@@ -164,8 +164,18 @@ def _judge(world: World, faults: Faults, events: int) -> Outcome:
             outcome.counts += Counter({f"disk: {name}": n for name, n in node.disk.counts.items()})
     outcome.counts += Counter({f"machine: {name}": n for name, n in world.machine.counts.items()})
     if outcome.violations:
-        outcome.story = _story(outcome.violations[0][1], lines_of_trace, [line.decode() for line in lines])
+        outcome.story = _story(
+            outcome.violations[0][1], lines_of_trace, [line.decode(errors="replace") for line in lines]
+        )
     return outcome
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
+    """Return a line of the trace; an empty one for a line that cannot be read, which the audit reports."""
+    try:
+        return json.loads(line)  # type: ignore[no-any-return]
+    except ValueError:
+        return {}
 
 
 def _stored(world: World) -> dict[tuple[int, int], str]:

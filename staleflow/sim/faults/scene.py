@@ -28,6 +28,12 @@ class Scene:
     """Host of a process, by its name."""
     lent: Mapping[str, mmap.mmap]
     """Slabs that rollout workers write into, as their writer has mapped them, by name."""
+    untrainable: bool
+    """True if the trainer's model raises at some groups."""
+    false_reports: bool
+    """True if rollout workers also report versions that they have not loaded."""
+    on_finished: Callable[[], None]
+    """Called when a trainer learns that its end of the run is acknowledged."""
     flipped: Callable[[Key], bool]
     """True if a fault has changed or lost the stored payload of a push; its worker may then send it again."""
     journal: Journal = field(default_factory=Journal)

@@ -11,6 +11,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from msgspec.structs import replace
+
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
 from staleflow.net.limits import TransportLimits
@@ -66,6 +68,8 @@ ABORTED_TOKENS: Final = 3
 POISON_SHARE: Final = 0.1
 POISONED_TOKEN: Final = 1_000_000
 """Beyond every vocabulary."""
+FALSE_SHARE: Final = 0.2
+"""Share of reports of loaded versions that are accompanied by false ones."""
 FUTURE: Final = Version(1_000_000)
 """A version that no run reaches."""
 FUTURE_SHARE: Final = 0.2
@@ -170,7 +174,10 @@ class Line:
                 witness.fetched = True
             case Pulled():
                 self._waiting[id] = None
-                self._pulled(body)
+                if witness.shipped:
+                    self._pulled(body)
+                if witness.shipped and self._scene.false_reports:
+                    witness.rogue.saw_pull(self._address, body)
             case GetBatch() | GetClaims() | Finished():
                 self._waiting[id] = body
             case Join():
@@ -259,6 +266,7 @@ class Line:
                 self._scene.counts["a trainer came from a bad version"] += 1
             case Finished(), Done():
                 self._scene.finished = True
+                self._scene.on_finished()
                 self._scene.journal.gave_up += [request.error] if request.error else []
             case None, Refusal():
                 self._scene.counts[f"news refused: {reply.code}"] += 1
@@ -341,6 +349,13 @@ class Rogue:
             key = Key(assign.group, assign.lease)
             payload = group_payload(self._scene.seed, *key, written, self._scene.samples)
             self._spawn(self._push(address, key, payload, self._rng.random()))
+
+    def saw_pull(self, scheduler: str, pulled: Pulled) -> None:
+        """Report a version that is not published, and other bytes of this one."""
+        if self._rng.random() < FALSE_SHARE:
+            next_version = replace(pulled, version=Version(pulled.version + 1))
+            for other in (next_version, replace(pulled, sha="0" * 64)):
+                self._spawn(self._ask(scheduler, other, Done, what="a false report"))
 
     async def _push(self, address: str, key: Key, payload: GroupPayload, delay_s: float) -> None:
         """Push after a delay, but not in the last moments of a run: refused payload is not deleted before the disks are

@@ -26,6 +26,8 @@ from staleflow.process.daemon import Stop
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.codec import encode_request
 from staleflow.protocols.wire.messages import (
+    Done,
+    Drain,
     GetBatch,
     GetGroups,
     GetManifest,
@@ -57,7 +59,7 @@ from staleflow.sim.faults.plan import NEAR, Plan
 from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.stage import opened_stage
 from staleflow.sim.faults.witness import Witness
-from staleflow.sim.virtual import Conductor, Process
+from staleflow.sim.virtual import Conductor, Process, current
 from staleflow.store.base import StoreError
 from staleflow.trace.writer import stored_head
 
@@ -88,6 +90,10 @@ class Node:
     def runs(self) -> bool:
         return self.process is not None and self.process.runs
 
+    @property
+    def failed(self) -> bool:
+        return self.process is not None and self.process.error is not None
+
 
 @dataclass(slots=True)
 class Interval:
@@ -112,6 +118,8 @@ class History:
     """Intervals in which a rollout worker failed at everything, with its name."""
     served_wrongly: list[str] = field(default_factory=list[str])
     """Servers that worked on a store that was not theirs."""
+    finished_s: float = 0.0
+    """Time at which the end of the run was acknowledged; 0 if it was not."""
     swapped: int = 0
     """Number of stores that were replaced for a while."""
     failures: list[str] = field(default_factory=list[str])
@@ -140,6 +148,9 @@ class World:
             rng=self.rng,
             host_of=plan.host_of,
             lent=self.machine.lent,
+            untrainable=plan.untrainable,
+            false_reports=plan.false_reports,
+            on_finished=self._on_finished,
             flipped=lambda key: any(
                 node.disk is not None and key in node.disk.flipped for node in self.of("trajectories")
             ),
@@ -364,7 +375,7 @@ class World:
     async def _trainer(self, name: str, process: Process, stop: Stop) -> None:
         scene, thread = self.scene, Lockstep(process)
         config = scene.config
-        if scene.finishing:
+        if scene.last_step:
             config = replace(config, trainer=replace(config.trainer, steps=scene.last_step))
         client = TrainerClient(
             scene.where.scheduler,
@@ -421,13 +432,38 @@ class World:
                 node.disk.kill_at = ""
 
     def finish(self) -> None:
-        """End the run after one more step: the trainer stops, and restarts with a last step."""
+        """End the run: by a drain, or after one more step, for which the trainer stops and restarts with a last
+        step."""
         scene = self.scene
         scene.finishing = True
+        if self.plan.drained:
+            self.conductor.spawn("operator", self._drain)
+            return
         scene.last_step = max((one.version for one in scene.journal.committed), default=0) + 1
         for node in self.of("trainer"):
             if node.process is not None and node.process.alive and node.stop is not None:
                 node.process.loop.call_soon(node.stop.set, "SIGTERM")
+
+    async def _drain(self) -> None:
+        client = Client(
+            self.scene.where.scheduler, worker=worker_id("operator"), transport=self.network.transport(current())
+        )
+        await client.ask(Drain(why="the simulation ends"), Done, timeout_s=None)
+
+    def _on_finished(self) -> None:
+        """Note when the end of the run is acknowledged; if the plan wants it, kill the scheduler and start it again."""
+        node, known = self.nodes["scheduler"], self.history.finished_s
+        self.history.finished_s = known or self.conductor.now_s
+        if known or not self.plan.killed_at_end or node.process is None:
+            return
+        self.conductor.kill(node.process)
+
+        def start() -> None:
+            node.wanted = True
+            self.start(node)
+            node.wanted = False
+
+        self.conductor.after(1.0, start)
 
     def closed(self) -> bool:
         """Return whether the trainer has finished the run; then no process is restarted."""
@@ -436,10 +472,14 @@ class World:
                 node.wanted = False
         return self.scene.finished
 
-    def calm(self) -> bool:
-        """Return whether all processes are healthy, and no worker is still held back for its failures."""
+    def calm(self, *, failing: tuple[str, ...] = ()) -> bool:
+        """Return whether all processes are healthy, and no worker is still held back for its failures.
+
+        ``failing``: roles whose processes may be down after an error of their own."""
         undisturbed = not self.active_faults and self.conductor.now_s >= self.hold_until_s
-        return undisturbed and all(node.runs for node in self.nodes.values() if node.wanted)
+        return undisturbed and all(
+            node.runs or (node.role in failing and node.failed) for node in self.nodes.values() if node.wanted
+        )
 
     def _check_progress(self) -> None:
         """Check whether the scheduler works, and whether the run progresses while no fault is active."""
@@ -454,7 +494,7 @@ class World:
         progress = len(self.scene.journal.committed)
         if progress != self._progress:
             self._progress, self._progress_s = progress, now_s
-        if not self.calm():
+        if not self.calm(failing=("trainer",)):  # one that fails again and again is a run that stands still
             self._calm_since_s = float("inf")
         elif self._calm_since_s == float("inf"):
             self._calm_since_s = now_s

@@ -10,19 +10,24 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from msgspec import structs
+
 from staleflow.clients.rollout import groups, pulls
 from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.pushes import Pusher
 from staleflow.clients.stage import worker as stage_worker
+from staleflow.clients.trainer import checkpoint as checkpoints
 from staleflow.clients.trainer.checkpoint import Checkpoints
+from staleflow.clients.trainer.client import TrainerClient
 from staleflow.clients.trainer.data import batch as batches
 from staleflow.clients.trainer.data import fetch as fetching
 from staleflow.clients.trainer.data import micro_batches as pieces
 from staleflow.clients.trainer.data.fetch import Fetcher
 from staleflow.clients.trainer.loop import TrainingLoop
 from staleflow.clients.weights.remote import Remote
+from staleflow.process.clock import RunningClock
 from staleflow.protocols.consistency import production, rollback, settle, snapshot, training
-from staleflow.protocols.consistency.effects import Pushed
+from staleflow.protocols.consistency.effects import Published, Pushed
 from staleflow.protocols.consistency.events import Push
 from staleflow.protocols.consistency.groups import LEASED, Group
 from staleflow.protocols.consistency.ids import LeaseId
@@ -32,13 +37,25 @@ from staleflow.protocols.consistency.machine import Machine
 from staleflow.protocols.consistency.window import Window
 from staleflow.protocols.wire.delta import comparable
 from staleflow.protocols.wire.messages import RegisterVersionReply, Result
+from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.protocols.wire.tensors import unpack
+from staleflow.servers.parameters import versions
 from staleflow.servers.parameters.catalog import Catalog
+from staleflow.servers.scheduler import main as scheduler_main
+from staleflow.servers.scheduler.coordination.backoff import MAX_PROMPTS, Backoff
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
+from staleflow.servers.scheduler.ledger.phase import Phase
+from staleflow.servers.scheduler.ledger.training import Training
+from staleflow.servers.scheduler.status.deadlock import Deadlock
+from staleflow.servers.scheduler.workers.attachments import Attachments
+from staleflow.servers.scheduler.workers.pull_reports import PullReports
 from staleflow.servers.trajectories import service as trajectory_service
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.slabs import Slabs
+from staleflow.servers.trajectories.stage_queue import StageQueue
+from staleflow.sim.faults.plan import Plan, plan_of
+from staleflow.trace import writer as trace_writer
 
 Change = Callable[[Any], Any]
 """Maps the real function to the wrong one."""
@@ -58,6 +75,18 @@ class Mutant:
     every_s: float = 0.7
     seed: int = 1
     events: int = 800
+    epochs: int = 0
+    """If above 0, epochs of the prompts of its run, which ends when they are used up."""
+
+    def plan(self, seed: int) -> Plan:
+        """Return the plan of its run: that of the seed, with its faults and epochs."""
+        plan = plan_of(seed)
+        if self.kinds:
+            plan = replace(plan, kinds=self.kinds, every_s=self.every_s)
+        if self.epochs:
+            prompts = structs.replace(plan.config.prompts, epochs=self.epochs)
+            plan = replace(plan, finite=True, config=structs.replace(plan.config, prompts=prompts))
+        return plan
 
     @contextmanager
     def planted(self) -> Generator[None]:
@@ -417,6 +446,96 @@ def _columns_of_others(real: Any) -> Any:
     return make
 
 
+def _counts_pauses(real: Any) -> Any:
+    def now_ns(self: RunningClock) -> int:
+        return self._real.now_ns()
+
+    return now_ns
+
+
+def _yes(real: Any) -> Any:
+    def yes(*_: object, **__: object) -> bool:
+        return True
+
+    return yes
+
+
+def _any_store_is_served(real: Any) -> Any:
+    def opened(*args: Any, **named: Any) -> Any:
+        checks = ((trace_writer, "_check_history"), (scheduler_main, "_check_rest"))
+        with mock.patch.object(*checks[0]), mock.patch.object(*checks[1]):
+            return real(*args, **named)
+
+    return opened
+
+
+def _any_name_is_free(real: Any) -> Any:
+    def objection(self: Attachments, *args: Any) -> Any:
+        with mock.patch.multiple(Attachments, _busy=_does_nothing(None), _name_objection=_does_nothing(None)):
+            return real(self, *args)
+
+    return objection
+
+
+def _one_counts_for_all(real: Any) -> Any:
+    def all_refuse(self: Backoff) -> int:
+        return MAX_PROMPTS if any(streak.failing and streak.hopeless for streak in self._streaks.values()) else 0
+
+    return all_refuse
+
+
+def _raises(real: Any) -> Any:
+    def raises(*_: object, **__: object) -> None:
+        raise ValueError("a token is out of range")
+
+    return raises
+
+
+def _of_another_step(real: Any) -> Any:
+    def batch(self: Training, *args: Any) -> Any:
+        return structs.replace(real(self, *args), digest="0" * 64)
+
+    return batch
+
+
+def _gives_up(real: Any) -> Any:
+    def end(self: Training, why: str) -> None:
+        self.give_up(why)
+
+    return end
+
+
+def _nothing_while_held(real: Any) -> Any:
+    def take(self: StageQueue, worker: str, most: int, **how: Any) -> Any:
+        return [] if self._worker(worker).holds else real(self, worker, most, **how)
+
+    return take
+
+
+def _other_digest(real: Any) -> Any:
+    def register(self: Catalog, about: Any) -> Any:
+        return real(self, structs.replace(about, manifest=structs.replace(about.manifest, sha="0" * 64)))
+
+    return register
+
+
+def _published_first(real: Any) -> Any:
+    def consume(ledger: Ledger, event: Any) -> None:
+        real(ledger, event)
+        if len(ledger.out) > 1 and isinstance(ledger.out[-1], Published):
+            ledger.out[-2:] = reversed(ledger.out[-2:])
+
+    return consume
+
+
+def _first_only(real: Any) -> Any:
+    def newest(self: Checkpoints) -> Any:
+        paths = self.paths()
+        return (found for found in real(self) if found[0] == paths[0])
+
+    return newest
+
+
 def _rules(*names: str) -> frozenset[str]:
     return frozenset(names)
 
@@ -661,4 +780,182 @@ MUTANTS = (
         _rules("SERVED"),
         seed=7,
     ),
+    Mutant(
+        "a pause of the scheduler counts against its leases",
+        RunningClock,
+        "now_ns",
+        _counts_pauses,
+        _rules("PAUSED"),
+        ("stop for longer than a lease", "partition", "lose messages"),
+        every_s=0.4,
+        seed=4,
+    ),
+    Mutant(
+        "a rollout worker that fails everything is not held back",
+        Backoff,
+        "on_trial",
+        _no,
+        _rules("WASTED"),
+        ("a rollout worker fails everything", "slow disk"),
+        seed=47,
+    ),
+    Mutant(
+        "a group goes back to the stage worker that failed it",
+        StageQueue,
+        "_may_have",
+        _yes,
+        _rules("RETRIED"),
+        ("a stage worker fails everything", "slow disk"),
+        seed=20,
+    ),
+    Mutant(
+        "a group is given up at its first failure in a stage",
+        StageQueue,
+        "_count_try",
+        _yes,
+        _rules("RETRIED"),
+        ("a stage worker fails everything", "slow disk"),
+        seed=47,
+    ),
+    Mutant(
+        "limits of a push are not checked",
+        PayloadLimits,
+        "check",
+        _does_nothing,
+        _rules("POISONED"),
+        ("poisoned payload",),
+    ),
+    Mutant(
+        "a scheduler serves a store that is empty or older than its run",
+        scheduler_main,
+        "open_service",
+        _any_store_is_served,
+        _rules("HISTORY"),
+        ("a lost store of the scheduler", "an older store of the scheduler"),
+    ),
+    Mutant(
+        "a trace is cut to the end of an older store",
+        trace_writer,
+        "_check_history",
+        _does_nothing,
+        _rules("LINE", "SEQUENCE", "CHAIN"),
+        ("an older store of the scheduler", "slow disk"),
+    ),
+    Mutant(
+        "one instance that refuses everything counts as all",
+        Backoff,
+        "all_refuse",
+        _one_counts_for_all,
+        _rules("ENDED"),
+        ("a rollout worker fails everything", "slow disk"),
+        seed=47,
+    ),
+    Mutant(
+        "groups under way do not count in a deadlock",
+        Deadlock,
+        "is_certain",
+        _yes,
+        _rules("ENDED"),
+        ("slow disk",),
+        seed=47,
+        epochs=1,
+    ),
+    Mutant(
+        "an older checkpoint is no fallback for a damaged one",
+        Checkpoints,
+        "newest",
+        _first_only,
+        _rules("PROGRESS"),
+        ("a damaged checkpoint",),
+        seed=47,
+    ),
+    Mutant(
+        "a damaged checkpoint is loaded",
+        checkpoints,
+        "_check",
+        _does_nothing,
+        _rules("LEARNED"),
+        ("a damaged checkpoint",),
+        seed=47,
+    ),
+    Mutant(
+        "failures of a prompt are not counted",
+        Backoff,
+        "_count_failure",
+        _does_nothing,
+        _rules("PROGRESS"),
+        ("slow disk", "a stage worker fails everything"),
+        seed=47,
+        epochs=1,
+    ),
+    Mutant(
+        "a worker takes the name of a live one",
+        Attachments,
+        "_objection",
+        _any_name_is_free,
+        _rules("NAMED"),
+        ("the same name twice",),
+        seed=47,
+    ),
+    Mutant(
+        "a full disk of the weights ends the parameter server",
+        versions,
+        "state_of",
+        _does_nothing,
+        _rules("ALIVE"),
+        ("full disk of the weights",),
+    ),
+    Mutant(
+        "a trainer dies on a group that it cannot train",
+        TrainerClient,
+        "quarantine",
+        _raises,
+        _rules("ALIVE"),
+        KILLS,
+        seed=19,
+    ),
+    Mutant(
+        "a report of a loaded version is believed",
+        PullReports,
+        "_objection",
+        _does_nothing,
+        _rules("PULL"),
+        KILLS,
+        seed=20,
+    ),
+    Mutant(
+        "the end of a run is acknowledged and not stored",
+        Phase,
+        "save",
+        _does_nothing,
+        _rules("FINISHED"),
+        KILLS,
+        seed=14,
+    ),
+    Mutant(
+        "a batch is delivered with the digest of another",
+        Training,
+        "_batch",
+        _of_another_step,
+        _rules("BATCH"),
+    ),
+    Mutant("a drain ends as a failure", Training, "end", _gives_up, _rules("ENDED"), KILLS, seed=16),
+    Mutant(
+        "a held stage worker is never tried again",
+        StageQueue,
+        "take",
+        _nothing_while_held,
+        _rules("PROGRESS"),
+        ("a stage worker fails everything", "slow disk"),
+        seed=47,
+        events=285,
+    ),
+    Mutant(
+        "a version is registered under another digest",
+        Catalog,
+        "register",
+        _other_digest,
+        _rules("PUBLISHED"),
+    ),
+    Mutant("a version is traced before its batch is consumed", training, "consume", _published_first, _rules("I5")),
 )
