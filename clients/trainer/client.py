@@ -30,6 +30,7 @@ from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.micro_batches import MicroBatch, MicroBatchStream
 from staleflow.clients.trainer.data.prefetch import BatchStream, Drained
 from staleflow.clients.weights import Publisher
+from staleflow.configs.errors import ConfigError
 from staleflow.net.client import Client, worker_id
 from staleflow.net.errors import Refused, Unavailable
 from staleflow.net.permissions import Role
@@ -450,7 +451,13 @@ class TrainerClient:
             version=version,
             batch=batch,
         )
-        self._wait(publish, grace_s=COMMIT_TIMEOUT_S, late=self._not_in_time)
+        try:
+            self._wait(publish, grace_s=COMMIT_TIMEOUT_S, late=self._not_in_time)
+        except Refused as refused:
+            if refused.code is Code.DENIED and not refused.is_over:  # a restarted trainer would be refused again
+                allowed = f"the parameter server refuses its weights: {refused.detail}"
+                raise ConfigError("version", version, allowed) from refused
+            raise
         self.version, self._lineage = version, lineage
         self._published = weights, batch
 

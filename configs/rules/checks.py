@@ -21,6 +21,8 @@ _EVERY_INTERFACE = ("0.0.0.0", "0", "::", "::0")
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
 _VLLM_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this value, and reports it only in its own log."""
+MIN_LEASE_S = 2.0
+"""Two intervals between the reports of a rollout worker; a shorter lease can expire while its worker is healthy."""
 
 
 def consistent(config: Config) -> None:
@@ -29,8 +31,15 @@ def consistent(config: Config) -> None:
         rule(config)
     for rule in (check_streaming, _stages, _evaluated, _shards, _security, _binds, _direct, _metrics, _lengths):
         rule(config)
-    for rule in (_trainer, _gpus):
+    for rule in (_trainer, _gpus, _lease):
         rule(config)
+
+
+def _lease(config: Config) -> None:
+    lease_s = config.scheduler.lease_s
+    if lease_s < MIN_LEASE_S:
+        allowed = f"workers renew their leases once a second: it must be at least {MIN_LEASE_S:g}"
+        raise ConfigError("scheduler.lease_s", lease_s, allowed)
 
 
 def needs_model(config: Config) -> bool:

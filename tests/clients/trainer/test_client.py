@@ -12,6 +12,7 @@ import torch
 from staleflow.clients.trainer.backends.base import Stopped
 from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.configs.errors import ConfigError
 from staleflow.process.readiness import SLOT_VARIABLE
 from staleflow.protocols.consistency.ids import Lineage, Version
 from tests.clients.trainer.service import Service, serving
@@ -269,3 +270,10 @@ def test_joining_can_be_interrupted_while_nobody_answers(tmp_path: Path) -> None
         threading.Timer(0.1, trainer.interrupt).start()
         with pytest.raises(Stopped):
             trainer.join(Lineage(0), Version(0))
+
+
+def test_weights_that_the_parameter_server_never_takes_end_the_trainer_with_the_reason() -> None:
+    with serving("parameters.budget_mb=1") as service, TrainerClient(service.address) as trainer:
+        trainer.join(Lineage(0), Version(0))
+        with pytest.raises(ConfigError, match=r"version is 0; .* parameters\.budget_mb allows 1 MiB"):
+            trainer.publish_initial({"w": np.zeros(1 << 20, np.float32)})

@@ -129,6 +129,10 @@ DIRECT = ("parameters.transport=direct", "rollout.engine=transformers", "trainer
             ["rollout.redundancy.groups=2", "rollout.max_inflight=8", "trainer.batch_size=8"],
             r"redundancy\.groups is 2\.0; .*1 x rollout\.max_inflight 8 hold 2 groups, the bound alone admits 24",
         ),
+        (
+            ["scheduler.lease_s=0.01"],
+            r"scheduler\.lease_s is 0\.01; workers renew their leases once a second: it must be",
+        ),
         (["staleness.min_trainable=0.5"], r"staleness\.min_trainable is 0\.5; it means something only with"),
         (["rollout.max_inflight=7"], r"rollout\.max_inflight is 7; a group of 8 samples must fit: at least 8"),
         (["rollout.max_inflight=8", "rollout.redundancy.samples=1.1"], r"a group of 9 samples must fit: at least 9"),
