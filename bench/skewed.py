@@ -27,7 +27,7 @@ from staleflow.configs.schema import Config
 from staleflow.sim.measure import steps_per_min
 from staleflow.sim.result import StepRow
 from staleflow.sim.simulate import TRACE, simulate
-from staleflow.trace.writer import read_events
+from staleflow.trace.reader import read_events
 
 CONFIG = Path(__file__).parent.parent / "configs" / "skewed.toml"
 WITHIN = 0.1

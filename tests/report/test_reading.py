@@ -7,13 +7,8 @@ import pytest
 
 from staleflow.configs.errors import ConfigError
 from staleflow.report.facts import Facts, Happening, Last, Level, Levels, Spent, StepFact
-from staleflow.report.reading import Reader
-from staleflow.trace.writer import read_events
-from tests.report.traces import PLAIN, attach, consume, event, opened, publish, save, sealed
-
-
-def read(events: list[dict[str, Any]]) -> Facts:
-    return Reader().read(events)
+from staleflow.trace.reader import read_events
+from tests.report.traces import PLAIN, attach, consume, event, opened, publish, read, save, sealed
 
 
 def levels(events: list[dict[str, Any]]) -> list[Level]:
