@@ -65,9 +65,7 @@ class Lanes:
         match line.event:
             case Reserve() as event:
                 self._engines.setdefault(worker_name(event.worker), [])
-            case Push() if group is not None:
-                self._engines[worker_name(group.worker)].append(Span(group.reserved_s, fold.now_s))
-            case Release() if group is not None and group.state is LEASED:
+            case Push() | Release() if group is not None and (group.state is LEASED or line.ev == "push"):
                 self._engines[worker_name(group.worker)].append(Span(group.reserved_s, fold.now_s))
             case Consume() if batch is not None and batch.delivered_s is not None:
                 # the next batch is delivered while the trainer still works on one

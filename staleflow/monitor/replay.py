@@ -106,13 +106,13 @@ class TraceState:
         next step becomes a row."""
         match event:
             case events.Push() | events.Occupy() | events.Claim() | events.Release() | events.Drop():
-                unknown = {event.group} if self._fold.group is None else set[int]()
+                named = [event.group] if self._fold.group is None else []
             case events.Seal():
-                unknown = {member.group for member in event.members} - self._fold.groups.keys()
+                named = [member.group for member in event.members if member.group not in self._fold.groups]
             case _:
-                unknown = set[int]()
-        if unknown:
-            raise ValueError(f"group {min(unknown)} is not live")
+                named = []
+        if named:
+            raise ValueError(f"group {named[0]} is not live")
         step, version = self._fold.step, self._fold.version
         if abs(version - step) > MAX_STEP_DISTANCE:
             raise ValueError(f"step {step} is next, and version {version} is the newest")
@@ -141,7 +141,7 @@ class TraceState:
                 self._violations += sum(groups for age, groups in batch.ages.items() if age > bound)
             case events.Consume() if batch is not None:
                 self._staleness.update(batch.ages)
-                self._totals["tokens_trained"] += batch.tokens - batch.masked_tokens
+                self._totals["tokens_trained"] += batch.trained_tokens
             case events.Deliver():
                 self._delivered = event.step
             case events.Join():

@@ -6,10 +6,10 @@ from pathlib import Path
 from staleflow.monitor.lanes import Lane, Lanes, stage_lines
 from staleflow.monitor.words import worker_name
 from staleflow.protocols.consistency.groups import State
-from staleflow.report.facts import Facts, Happening, Last, Spent, StepFact, VersionFact
+from staleflow.report.facts import Facts, Happening, Spent, VersionFact
 from staleflow.store.disk_errors import trouble
 from staleflow.trace import events
-from staleflow.trace.fold import Batch, Fold, TracedGroup
+from staleflow.trace.fold import Fold
 from staleflow.trace.reader import Line, read_lines
 
 EXPECTED_ENDS = ("drained", "finished", "closed", "asked only")
@@ -32,7 +32,7 @@ class Reader:
     """Accumulates ``facts`` from the lines that ``fold`` has applied."""
 
     def __init__(self, fold: Fold) -> None:
-        self.facts = Facts()
+        self.facts = Facts(steps=fold.trained)
         self._fold = fold
         self._versions: dict[tuple[int, int], VersionFact] = {}
         self._seen: dict[str, bool] = {}
@@ -54,8 +54,6 @@ class Reader:
                     self._report(f"group {event.group} is quarantined: its stored bytes are damaged", bad=True)
             case events.Unseal() as event if batch is not None:
                 self._report(f"the batch of step {batch.step} is assembled again: {event.why}", bad=True)
-            case events.Consume() if batch is not None:
-                facts.steps.append(_step(batch, now_s))
             case events.Publish() as event:
                 place = event.lineage, event.version
                 version = VersionFact(lineage=place[0], version=place[1], published_s=now_s, nbytes=event.nbytes)
@@ -121,10 +119,10 @@ class Reader:
     def _rolled_back(self, to: int) -> None:
         facts = self.facts
         undone = [step for step in facts.steps if step.step >= to]
-        facts.steps = [step for step in facts.steps if step.step < to]
+        facts.steps = self._fold.trained
         facts.versions = [version for version in facts.versions if version.version <= to]
         facts.undone_steps += len(undone)
-        facts.undone_tokens += sum(step.tokens - step.masked for step in undone)
+        facts.undone_tokens += sum(step.trained_tokens for step in undone)
         undo = f": {len(undone)} step{'s are' if len(undone) > 1 else ' is'} trained again" if undone else ""
         self._report(f"rolled back to version {to}{undo}", bad=True)
 
@@ -162,30 +160,3 @@ class Reader:
         self._seen[name] = not silent
         if why not in EXPECTED_ENDS:
             self._report(f"{name} fell silent" if silent else f"{name} left: {why or 'it said goodbye'}", bad=silent)
-
-
-def _step(batch: Batch, now_s: float) -> StepFact:
-    groups = batch.groups
-    number = max(len(groups), 1)
-    return StepFact(
-        step=batch.step,
-        lineage=batch.lineage,
-        sealed_s=batch.sealed_s,
-        consumed_s=now_s,
-        waited_s=batch.waited_s,
-        ages=batch.ages,
-        tokens=batch.tokens,
-        masked=batch.masked_tokens,
-        writing_s=sum(group.pushed_s - group.reserved_s for group in groups) / number,
-        staging_s=sum(group.occupied_s - group.pushed_s for group in groups) / number,
-        queueing_s=sum(batch.sealed_s - group.occupied_s for group in groups) / number,
-        last=_last(groups),
-    )
-
-
-def _last(groups: list[TracedGroup]) -> Last | None:
-    if not groups:
-        return None
-    last = max(groups, key=lambda group: group.occupied_s)
-    took_s = last.occupied_s - last.reserved_s
-    return Last(group=last.id, worker=worker_name(last.worker), version=last.version, took_s=took_s)

@@ -9,7 +9,7 @@ import msgspec
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.extras import install
 from staleflow.monitor.words import worker_name
-from staleflow.trace.fold import timed
+from staleflow.trace.fold import Axis
 from staleflow.trace.reader import FIELDS, Line
 
 
@@ -17,7 +17,9 @@ def columns(lines: Iterable[Line], kinds: Collection[str] = ()) -> dict[str, lis
     """Return one list per column, all of equal length; None where an event lacks the field. ``kinds`` is a filter."""
     found: dict[str, list[Any]] = {}
     rows = 0
-    for seconds, line in timed(lines):
+    axis = Axis()
+    for line in lines:
+        seconds = axis.see(line)
         if kinds and line.ev not in kinds:
             continue
         row = {"seq": line.seq, "inc": line.inc, "ev": line.ev, "seconds": seconds, "time": line.t}

@@ -16,7 +16,7 @@ from staleflow.configs.schema import Config
 from staleflow.metrics.reader import metric_lines
 from staleflow.protocols.consistency.groups import LEASED
 from staleflow.trace import events
-from staleflow.trace.fold import Fold
+from staleflow.trace.fold import Fold, ages
 from staleflow.trace.reader import Line, read_lines
 
 LOST = ("aborted", "expired")
@@ -114,8 +114,6 @@ class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
 def facts(lines: Iterable[Line]) -> TraceFacts:
     """Compute the facts in one pass over a trace."""
     fold = Fold()
-    trained: dict[int, tuple[float, int, Mapping[int, int]]] = {}
-    """Per step: running time at which it was consumed, its tokens and the ages of its groups."""
     pushed = filtered = 0
     published_s: float | None = None
     lost: Counter[str] = Counter()
@@ -125,15 +123,10 @@ def facts(lines: Iterable[Line]) -> TraceFacts:
             case events.Push() as event:
                 pushed += event.tokens
             case events.Consume():
-                if (batch := fold.batch) is not None:
-                    trained[batch.step] = fold.now_s, batch.tokens - batch.masked_tokens, batch.ages
                 lost += pending_releases
                 pending_releases.clear()
             case events.Publish() if published_s is None:
                 published_s = fold.now_s
-            case events.Rollback() as event:
-                for step in [step for step in trained if step >= event.to_version]:
-                    del trained[step]
             case events.Release() as event:
                 filtered += event.why == "filtered"
                 if event.why in LOST:
@@ -143,15 +136,12 @@ def facts(lines: Iterable[Line]) -> TraceFacts:
                 pending_releases.clear()
             case _:
                 pass
-    last_s = max((at_s for at_s, _, _ in trained.values()), default=0.0)
-    ages: Counter[int] = Counter()
-    for _, _, of_batch in trained.values():
-        ages.update(of_batch)
+    last_s = max((batch.consumed_s for batch in fold.trained), default=0.0)
     return TraceFacts(
-        ages=ages,
+        ages=ages(fold.trained),
         lost=dict(lost),
         steps=max(fold.version, 0),
-        tokens_trained=sum(tokens for _, tokens, _ in trained.values()),
+        tokens_trained=sum(batch.trained_tokens for batch in fold.trained),
         tokens_pushed=pushed,
         filtered=filtered,
         wall_s=fold.now_s,

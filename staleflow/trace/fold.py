@@ -5,6 +5,7 @@ line. The fold keeps the live groups and the batches that a rollback could still
 grow with the trace. It trusts the trace: an event about an unknown group or batch changes nothing.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -57,13 +58,6 @@ class Axis:
         return (mono_s if piece is self._pieces[-1] else min(mono_s, piece.end_s)) - piece.zero_s
 
 
-def timed(lines: Iterable[Line]) -> Iterator[tuple[float, Line]]:
-    """Yield each line with its time in seconds."""
-    axis = Axis()
-    for line in lines:
-        yield axis.see(line), line
-
-
 class TracedGroup(Group):
     """The ledger's record of a group, with the times of its life.
 
@@ -85,16 +79,39 @@ class Batch:
     step: int
     lineage: int
     groups: list[TracedGroup]
-    """Its groups, without those whose lease the trace does not contain."""
-    ages: dict[int, int]
+    """Its groups, without those whose lease the trace does not contain. Empty once no rollback can restore them."""
+    last: TracedGroup | None
+    """The last group that was ready to train, for which its step waited."""
+    ages: Counter[int]
     """Number of its groups by age, step - version."""
     tokens: int
     masked_tokens: int
     sealed_s: float
     waited_s: float
-    """Seconds for which the trainer had no batch before this one was sealed."""
+    """Seconds between the publish of its weights and its seal."""
+    writing_s: float
+    """Mean seconds of its groups from the lease to the push."""
+    staging_s: float
+    """Mean seconds from the push until all stages finished."""
+    queueing_s: float
+    """Mean seconds from then until the seal."""
     delivered_s: float | None = None
     """Time of the first delivery."""
+    consumed_s: float = 0.0
+
+    @property
+    def trained_tokens(self) -> int:
+        return self.tokens - self.masked_tokens
+
+    @property
+    def age_mean(self) -> float:
+        """Versions."""
+        return sum(age * count for age, count in self.ages.items()) / max(self.ages.total(), 1)
+
+    @property
+    def age_max(self) -> int:
+        """Versions."""
+        return max(self.ages, default=0)
 
 
 class Fold:
@@ -121,14 +138,14 @@ class Fold:
         """Live and sealed groups."""
         self.batches: dict[int, Batch] = {}
         """Sealed batches that are not consumed."""
+        self.trained: list[Batch] = []
+        """Consumed batches that were not rolled back."""
         self.counts = [0] * len(State)
         """Number of groups by state. Groups leave ``CONSUMED`` by a rollback only."""
         self.group: TracedGroup | None = None
         """The group of the last event, even if the event ended it; None if it has none or an unknown one."""
         self.batch: Batch | None = None
         """The batch of the last event, likewise."""
-        self._consumed: list[Batch] = []
-        """Batches that a rollback may restore."""
         self._occupied = 0
         self._free_s = 0.0
         """Time of the newest publish or join, from which on the trainer wants the next batch."""
@@ -180,7 +197,9 @@ class Fold:
             case events.Publish() as event:
                 self.version, self._free_s = event.version, now_s
             case events.CheckpointKept() as event:
-                self._consumed = [batch for batch in self._consumed if batch.step >= event.version]
+                for batch in self.trained:
+                    if batch.step < event.version:
+                        batch.groups = []
             case events.Rollback() as event:
                 self._roll_back(event)
             case events.Join() as event:
@@ -207,10 +226,7 @@ class Fold:
 
     def _sealed(self, event: events.Seal) -> Batch:
         groups = [group for member in event.members if (group := self.groups.get(member.group)) is not None]
-        ages: dict[int, int] = {}
-        for member in event.members:
-            age = event.step - member.version
-            ages[age] = ages.get(age, 0) + 1
+        number = max(len(groups), 1)
         for group in groups:
             group.claim = NO_CLAIM
             self._move(group, SEALED)
@@ -218,15 +234,20 @@ class Fold:
             step=event.step,
             lineage=event.lineage,
             groups=groups,
-            ages=ages,
+            ages=Counter(event.step - member.version for member in event.members),
             tokens=event.tokens,
             masked_tokens=event.masked_tokens,
             sealed_s=self.now_s,
             waited_s=self.now_s - self._free_s if event.step == self.version else 0.0,
+            last=max(groups, key=lambda group: group.occupied_s, default=None),
+            writing_s=sum(group.pushed_s - group.reserved_s for group in groups) / number,
+            staging_s=sum(group.occupied_s - group.pushed_s for group in groups) / number,
+            queueing_s=sum(self.now_s - group.occupied_s for group in groups) / number,
         )
 
     def _consume(self, batch: Batch) -> None:
-        self._consumed.append(batch)
+        batch.consumed_s = self.now_s
+        self.trained.append(batch)
         for group in batch.groups:
             self._move(group, CONSUMED)
             self.groups.pop(group.id, None)
@@ -235,10 +256,10 @@ class Fold:
         to = self.version = self.step = event.to_version
         self.lineage = event.lineage
         self._unclaim()
-        for batch in (*self._consumed, *self.batches.values()):
+        for batch in (*self.trained, *self.batches.values()):
             if batch.step >= to:
                 self._restore(batch)
-        self._consumed = [batch for batch in self._consumed if batch.step < to]
+        self.trained = [batch for batch in self.trained if batch.step < to]
         self.batches = {id: batch for id, batch in self.batches.items() if batch.step < to}
 
     def _restore(self, batch: Batch) -> None:
@@ -257,3 +278,11 @@ class Fold:
         self.counts[group.state] -= 1
         self.counts[state] += 1
         group.state = state
+
+
+def ages(batches: Iterable[Batch]) -> Counter[int]:
+    """Return the number of groups by age."""
+    total: Counter[int] = Counter()
+    for batch in batches:
+        total.update(batch.ages)
+    return total

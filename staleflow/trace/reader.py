@@ -5,7 +5,6 @@ common fields are checked.
 """
 
 from collections.abc import Callable, Iterator
-from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args
 
@@ -63,37 +62,29 @@ _decode_common = msgspec.json.Decoder(_Common).decode
 _decode_dict = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-def _one_error(decode: Callable[[bytes], T]) -> Callable[[bytes], T]:
-    """Turn every error of a decoder into ``msgspec.DecodeError``."""
-
-    @wraps(decode)
-    def decoding(raw: bytes) -> T:
-        try:
-            return decode(raw)
-        except (RecursionError, UnicodeDecodeError) as error:
-            raise msgspec.DecodeError(str(error)) from error
-
-    return decoding
-
-
-@_one_error
 def typed(raw: bytes) -> Line:
     """Return one line. Raise ``msgspec.DecodeError`` with the reason; ``ValidationError`` for a bad field."""
     try:
-        whole = _decode_known(raw)
+        whole = _decoded(_decode_known, raw)
     except msgspec.ValidationError:
-        common = _decode_common(raw)
+        common = _decoded(_decode_common, raw)
         if common.ev in _KINDS:
             raise
         return Line(common.run, common.inc, common.seq, common.t, common.m, common.ev, None)
     return Line(whole.run, whole.inc, whole.seq, whole.t, whole.m, whole.__struct_config__.tag, whole)
 
 
-@_one_error
 def as_written(raw: bytes) -> dict[str, Any]:
     """Return the object of one line, with unknown fields; raises like ``typed``."""
     typed(raw)
-    return _decode_dict(raw)
+    return _decoded(_decode_dict, raw)
+
+
+def _decoded(decode: Callable[[bytes], T], raw: bytes) -> T:
+    try:
+        return decode(raw)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def complaint(error: msgspec.DecodeError) -> str:

@@ -24,7 +24,7 @@ def release(at_s: float, lease: int) -> dict[str, Any]:
 
 
 def seal(at_s: float, batch: int, step: int) -> dict[str, Any]:
-    fields = {"lineage": 0, "step": step, "members": [], "tokens": 0, "masked_tokens": 0}
+    fields: dict[str, Any] = {"lineage": 0, "step": step, "members": [], "tokens": 0, "masked_tokens": 0}
     return event("seal", at_s, batch=batch, **fields)
 
 
