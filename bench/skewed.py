@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -27,13 +26,14 @@ from staleflow.configs.schema import Config
 from staleflow.sim.measure import steps_per_min
 from staleflow.sim.result import StepRow
 from staleflow.sim.simulate import TRACE, simulate
-from staleflow.trace.writer import read_events
+from staleflow.trace.events import Occupy, Publish, Pull, Push
+from staleflow.trace.fold import Batch, Fold
+from staleflow.trace.reader import read_lines
 
 CONFIG = Path(__file__).parent.parent / "configs" / "skewed.toml"
 WITHIN = 0.1
 SEEDS = 5
 """Number of simulations; the real run is compared with their mean."""
-NS = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,72 +68,50 @@ LINES: tuple[tuple[str, Callable[[Seen], float], bool], ...] = (
 
 def read(trace: Path, max_staleness: int) -> Seen:
     """Read a trace of one incarnation."""
-    books = _Books()
-    for event in read_events(trace):
-        books.take(event)
+    fold = Fold()
+    pull_s, stages_s, group_s, published_s = list[float](), list[float](), list[float](), dict[int, float]()
+    for line in fold.over(read_lines(trace)):
+        group = fold.group
+        match line.event:
+            case Push() if group is not None:
+                group_s.append(fold.now_s - group.reserved_s)
+            case Occupy() if group is not None:
+                stages_s.append(fold.now_s - group.pushed_s)
+            case Publish() as event:
+                published_s[event.version] = fold.now_s
+            case Pull() as event:
+                pull_s.append(fold.now_s - published_s[event.version])
+            case _:
+                pass
+    rows = _rows(fold.trained)
     return Seen(
-        steps_per_min=steps_per_min(books.rows, max_staleness + 1),
-        staleness=statistics.fmean(row.staleness_mean for row in books.rows),
-        train_s=statistics.median(row.ended_s - row.began_s for row in books.rows),
-        pull_s=statistics.median(books.pull_s),
-        stages_s=statistics.median(books.stages_s),
-        group_s=statistics.median(books.group_s),
-        longest_s=statistics.quantiles(books.group_s, n=100)[-1],
+        steps_per_min=steps_per_min(rows, max_staleness + 1),
+        staleness=statistics.fmean(row.staleness_mean for row in rows),
+        train_s=statistics.median(row.ended_s - row.began_s for row in rows),
+        pull_s=statistics.median(pull_s),
+        stages_s=statistics.median(stages_s),
+        group_s=statistics.median(group_s),
+        longest_s=statistics.quantiles(group_s, n=100)[-1],
     )
 
 
-class _Books:
-    """Accumulates measurements from one event after the other."""
-
-    def __init__(self) -> None:
-        self.rows: list[StepRow] = []
-        self.pull_s: list[float] = []
-        self.stages_s: list[float] = []
-        self.group_s: list[float] = []
-        self._reserved: dict[int, float] = {}
-        self._pushed: dict[int, float] = {}
-        self._published: dict[int, float] = {}
-        self._delivered: dict[int, float] = {}
-        self._sealed: dict[int, dict[str, Any]] = {}
-
-    def take(self, event: dict[str, Any]) -> None:
-        now_s = event["m"] / NS
-        match event["ev"]:
-            case "reserve":
-                self._reserved[event["lease"]] = now_s
-            case "push":
-                self.group_s.append(now_s - self._reserved.pop(event["lease"]))
-                self._pushed[event["group"]] = now_s
-            case "occupy":
-                self.stages_s.append(now_s - self._pushed.pop(event["group"]))
-            case "publish":
-                self._published[event["version"]] = now_s
-            case "pull":
-                self.pull_s.append(now_s - self._published[event["version"]])
-            case "seal":
-                self._sealed[event["step"]] = event
-            case "deliver":
-                self._delivered.setdefault(event["step"], now_s)
-            case "consume":
-                self._row(event["step"], now_s)
-            case _:
-                pass
-
-    def _row(self, step: int, now_s: float) -> None:
-        sealed, delivered_s = self._sealed.pop(step), self._delivered.pop(step)
-        ages = [step - member["version"] for member in sealed["members"]]
-        self.rows.append(
+def _rows(batches: Sequence[Batch]) -> list[StepRow]:
+    rows: list[StepRow] = []
+    for batch in batches:
+        assert batch.delivered_s is not None
+        rows.append(
             StepRow(
-                step=step,
-                delivered_s=delivered_s,
-                began_s=max([delivered_s, *(row.ended_s for row in self.rows[-1:])]),
-                ended_s=now_s,
-                staleness_mean=statistics.fmean(ages),
-                staleness_max=max(ages),
-                tokens=sealed["tokens"],
-                masked=sealed["masked_tokens"],
+                step=batch.step,
+                delivered_s=batch.delivered_s,
+                began_s=max([batch.delivered_s, *(row.ended_s for row in rows[-1:])]),
+                ended_s=batch.consumed_s,
+                staleness_mean=batch.age_mean,
+                staleness_max=batch.age_max,
+                tokens=batch.tokens,
+                masked=batch.masked_tokens,
             )
         )
+    return rows
 
 
 def real(file: Path, overrides: Sequence[str], max_staleness: int) -> Seen:

@@ -36,8 +36,7 @@ from staleflow.supervisor.joining import generated_name
 from staleflow.supervisor.supervisor import Supervisor
 from staleflow.supervisor.view import Snapshot, View
 from staleflow.trace.audit.report import AuditReport, audit
-from staleflow.trace.reader import decoded
-from staleflow.trace.writer import read_events
+from staleflow.trace.reader import read_events, read_lines, typed
 
 if TYPE_CHECKING:
     from staleflow.clients.trainer.client import TrainerClient
@@ -340,7 +339,7 @@ class Trace:
     def __repr__(self) -> str:
         try:
             with self.path.open("rb") as file:
-                run = printable(decoded(file.readline())["run"])
+                run = printable(typed(file.readline()).run)
                 lines = 1 + sum(1 for _ in file)
         except (OSError, msgspec.DecodeError):
             return f"Trace({str(self.path)!r}, no lines that can be read)"
@@ -366,10 +365,10 @@ class Trace:
         """
         from staleflow.report import tables
 
-        return tables.frame(tables.columns(self, kinds))
+        return tables.frame(tables.columns(read_lines(self.path), kinds))
 
     def to_arrow(self, *kinds: str) -> Any:
         """Return the events as a ``pyarrow.Table`` (extra ``parquet``); lists and structs keep their types."""
         from staleflow.report import tables
 
-        return tables.table(tables.columns(self, kinds))
+        return tables.table(tables.columns(read_lines(self.path), kinds))

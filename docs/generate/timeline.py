@@ -1,15 +1,15 @@
 """Picture of some steps of a simulated run: the engine and version of each group, and the step that trained it."""
 
-import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from docs.generate.svg import box, line, picture, words
 from staleflow.configs.loading.load import load
+from staleflow.protocols.consistency.bucket import by_lease
 from staleflow.sim.simulate import simulate
+from staleflow.trace.fold import Batch, Fold, TracedGroup
+from staleflow.trace.reader import read_lines
 
 CONFIG = """
 name = "timeline"
@@ -45,103 +45,60 @@ simulated_step_s = 2.0
 WIDTH, LEFT, ROW = 900, 92, 22
 
 
-@dataclass(slots=True)
-class Group:
-    """One group from its lease to its push."""
-
-    worker: str
-    version: int
-    begin_s: float
-    end_s: float = 0.0
-
-
-@dataclass(slots=True)
-class Observed:
-    """Times and staleness read from the trace of a run."""
-
-    groups: dict[int, Group] = field(default_factory=dict[int, Group])
-    started: dict[int, float] = field(default_factory=dict[int, float])
-    """Start of each step, in seconds."""
-    ended: dict[int, float] = field(default_factory=dict[int, float])
-    ages: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-
-
 def timeline() -> str:
     """Return the picture."""
-    observed = _observe(_events())
-    end_s = max(observed.ended.values())
-    parts = list(_parts(observed, (WIDTH - LEFT - 10) / end_s, end_s))
+    groups, steps = _observe()
+    end_s = max(step.consumed_s for step in steps)
+    parts = list(_parts(groups, steps, (WIDTH - LEFT - 10) / end_s, end_s))
     return picture(WIDTH, 216, parts, "two engines write, the trainer trains what is at most one version old")
 
 
-def _events() -> Iterator[dict[str, object]]:
+def _observe() -> tuple[list[TracedGroup], list[Batch]]:
+    """Return the pushed groups, in the order of their leases, and the trained batches."""
     with tempfile.TemporaryDirectory(prefix="staleflow-timeline-") as place:
         folder = Path(place)
         (folder / "timeline.toml").write_text(CONFIG)
         simulate(load(folder / "timeline.toml"), run_dir=folder / "run")
-        for text in (folder / "run" / "trace.jsonl").read_text().splitlines():
-            yield json.loads(text)
+        fold = Fold()
+        lines = fold.over(read_lines(folder / "run" / "trace.jsonl"))
+        groups = [fold.group for line in lines if line.ev == "push" and fold.group is not None]
+    return sorted(groups, key=by_lease), fold.trained
 
 
-def _observe(events: Iterator[dict[str, object]]) -> Observed:
-    observed, zero = Observed(), 0.0
-    for raw in events:
-        event: dict[str, Any] = raw
-        now_s = event["m"] / 1e9 - zero
-        match event["ev"]:
-            case "open":
-                zero = event["m"] / 1e9
-            case "reserve":
-                observed.groups[event["group"]] = Group(event["worker"], event["version"], now_s)
-            case "push":
-                observed.groups[event["group"]].end_s = now_s
-            case "seal":
-                observed.ages[event["step"]] = [event["step"] - member["version"] for member in event["members"]]
-            case "deliver":
-                observed.started[event["step"]] = now_s
-            case "consume":
-                observed.ended[event["step"]] = now_s
-            case _:
-                pass
-    return observed
-
-
-def _parts(observed: Observed, scale: float, end_s: float) -> Iterator[str]:
-    finished = [group for group in observed.groups.values() if group.end_s]
+def _parts(finished: list[TracedGroup], steps: list[Batch], scale: float, end_s: float) -> Iterator[str]:
     top = 24.0
     for number, worker in enumerate(sorted({group.worker for group in finished})):
         rows = _rows([group for group in finished if group.worker == worker])
         yield words(6, top + ROW, f"engine {number}")
         for row, groups in enumerate(rows):
             for group in groups:
-                yield from _bar(group, LEFT + group.begin_s * scale, top + row * ROW, scale, end_s)
+                yield from _bar(group, LEFT + group.reserved_s * scale, top + row * ROW, scale, end_s)
         top += len(rows) * ROW + 10
     yield words(6, top + 24, "trainer")
-    for step, begin_s in observed.started.items():
-        begin_s = max(
-            begin_s, observed.ended.get(step - 1, 0.0)
-        )  # a batch may be fetched while the step before computes
-        x, width = LEFT + begin_s * scale, (observed.ended[step] - begin_s) * scale
+    free_s = 0.0  # a batch may be fetched while the step before computes
+    for batch in steps:
+        begin_s, free_s = max(batch.delivered_s or 0.0, free_s), batch.consumed_s
+        x, width = LEFT + begin_s * scale, (batch.consumed_s - begin_s) * scale
         yield box(x, top, width - 3, 36, "box")
-        yield words(x + width / 2, top + 15, f"step {step}", "middle")
-        yield words(x + width / 2, top + 29, f"staleness {max(observed.ages[step])}", "middle small")
-        if step + 1 in observed.started:
+        yield words(x + width / 2, top + 15, f"step {batch.step}", "middle")
+        yield words(x + width / 2, top + 29, f"staleness {batch.age_max}", "middle small")
+        if batch is not steps[-1]:
             yield line(x + width - 1, 18, x + width - 1, top + 36)
-            yield words(x + width - 1, 12, f"version {step + 1} is out", "middle small")
+            yield words(x + width - 1, 12, f"version {batch.step + 1} is out", "middle small")
 
 
-def _bar(group: Group, x: float, y: float, scale: float, end_s: float) -> Iterator[str]:
-    width = (min(group.end_s, end_s) - group.begin_s) * scale
+def _bar(group: TracedGroup, x: float, y: float, scale: float, end_s: float) -> Iterator[str]:
+    width = (min(group.pushed_s, end_s) - group.reserved_s) * scale
     yield box(x, y, max(width - 2, 1), ROW - 4, f"v{group.version % 5}")
     if width > 24:
         yield words(x + 5, y + 13, f"v{group.version}", "on small")
 
 
-def _rows(groups: list[Group]) -> list[list[Group]]:
+def _rows(groups: list[TracedGroup]) -> list[list[TracedGroup]]:
     """Distribute groups over rows so that groups written at the same time lie in different rows."""
-    rows: list[list[Group]] = []
-    for group in sorted(groups, key=lambda group: group.begin_s):
-        free = next((row for row in rows if row[-1].end_s <= group.begin_s + 1e-9), None)
+    rows: list[list[TracedGroup]] = []
+    for group in groups:
+        free = next((row for row in rows if row[-1].pushed_s <= group.reserved_s + 1e-9), None)
         if free is None:
             rows.append([group])
         else:

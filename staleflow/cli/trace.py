@@ -12,6 +12,7 @@ from staleflow.configs.errors import ConfigError
 
 if TYPE_CHECKING:
     from staleflow.monitor.lanes import Lane
+    from staleflow.report.facts import Facts
     from staleflow.trace.audit.report import AuditReport
 
 MAX_VIOLATIONS = 20
@@ -115,8 +116,8 @@ def plot(run_dir: Path | None, out: tuple[Path, ...], start: float, seconds: flo
     """
     if not out:
         options.refuse("it applies to the plot only: add --out", "start", "seconds")
-    from staleflow.monitor.lanes import lanes, overlaps, stage_lines
-    from staleflow.trace.writer import read_events
+    from staleflow.monitor.lanes import overlaps
+    from staleflow.report.reading import read
 
     for path in out:
         if path.suffix not in PICTURES:
@@ -124,7 +125,7 @@ def plot(run_dir: Path | None, out: tuple[Path, ...], start: float, seconds: flo
     run_dir = options.choose_run_dir(run_dir, "RUN_DIR")
     trace = _file(run_dir)
     with working("reading the trace"):
-        shown = lanes(read_events(trace), stage_lines(trace.parent))
+        facts, shown = read(trace)
     if not shown:
         raise ConfigError("trace", str(run_dir), "it contains no work of any process yet")
     last = max(span.end_s for lane in shown for span in lane.spans)
@@ -132,7 +133,7 @@ def plot(run_dir: Path | None, out: tuple[Path, ...], start: float, seconds: flo
         raise ConfigError("--start", start, f"nothing happened after second {last:.1f}")
     if out:
         with working("drawing"):
-            _draw(out, trace, shown, (start, last if seconds is None else start + seconds))
+            _draw(out, trace, facts, shown, (start, last if seconds is None else start + seconds))
     together = overlaps(shown)
     if as_json:
         click.echo(json.dumps([{"stages": [one, other], "seconds": both} for one, other, both in together]))
@@ -146,11 +147,9 @@ def plot(run_dir: Path | None, out: tuple[Path, ...], start: float, seconds: flo
     return 0
 
 
-def _draw(out: tuple[Path, ...], trace: Path, shown: "list[Lane]", window_s: tuple[float, float]) -> None:
-    from staleflow.report.reading import Reader
-    from staleflow.trace.writer import read_events
-
-    facts = Reader().read(read_events(trace))
+def _draw(
+    out: tuple[Path, ...], trace: Path, facts: "Facts", shown: "list[Lane]", window_s: tuple[float, float]
+) -> None:
     for path in out:
         if path.suffix == ".html":
             from staleflow.report.page import timeline

@@ -14,7 +14,10 @@ from msgspec import Meta
 
 from staleflow.monitor.words import worker_name
 from staleflow.process.sanitize import all_printable
-from staleflow.trace.running_time import Axis
+from staleflow.protocols.consistency.groups import LEASED
+from staleflow.trace.events import Consume, Push, Release, Reserve
+from staleflow.trace.fold import Fold
+from staleflow.trace.reader import Line
 
 _Seconds = Annotated[float, Meta(ge=0, le=2**53)]
 
@@ -48,36 +51,38 @@ class Lane(NamedTuple):
     spans: list[Span]
 
 
-def lanes(events: Iterable[dict[str, Any]], stages: Iterable[dict[str, Any]]) -> list[Lane]:
-    """Return the lanes of engines, stages and trainer, in this order; workers in order of their first event."""
-    spans_of: dict[tuple[str, str], list[Span]] = {}
-    open_work: dict[tuple[str, int], tuple[str, float]] = {}
-    axis = Axis()
-    trained: list[tuple[str, Span]] = []
-    free_s = 0.0  # end of the previous step: the next batch is delivered while the trainer still works on one
-    for event in events:
-        now_s = axis.see(event)
-        match event["ev"]:
-            case "reserve":
-                worker = worker_name(event["worker"])
-                open_work["lease", event["lease"]] = worker, now_s
-                spans_of.setdefault(("engine", worker), [])
-            case "push" | "release" if (start := open_work.pop(("lease", event["lease"]), None)) is not None:
-                spans_of["engine", start[0]].append(Span(start[1], now_s))
-            case "deliver":
-                open_work.setdefault(("step", event["step"]), ("trainer", now_s))
-            case "consume" if (start := open_work.pop(("step", event["step"]), None)) is not None:
-                trained.append((start[0], Span(max(start[1], free_s), now_s)))
-                free_s = now_s
+class Lanes:
+    """Collects the lanes of engines and trainer from the lines that ``fold`` has applied."""
+
+    def __init__(self, fold: Fold) -> None:
+        self._fold = fold
+        self._engines: dict[str, list[Span]] = {}
+        self._trainer: list[Span] = []
+
+    def see(self, line: Line) -> None:
+        """Add the line that the fold applied last."""
+        fold, group, batch = self._fold, self._fold.group, self._fold.batch
+        match line.event:
+            case Reserve() as event:
+                self._engines.setdefault(worker_name(event.worker), [])
+            case Push() | Release() if group is not None and (group.state is LEASED or line.ev == "push"):
+                self._engines[worker_name(group.worker)].append(Span(group.reserved_s, fold.now_s))
+            case Consume() if batch is not None and batch.delivered_s is not None:
+                # the next batch is delivered while the trainer still works on one
+                free_s = self._trainer[-1].end_s if self._trainer else 0.0
+                self._trainer.append(Span(max(batch.delivered_s, free_s), fold.now_s))
             case _:
                 pass
-    for line in stages:
-        begin_s, end_s = axis.at(line["begin_s"]), axis.at(line["end_s"])
-        if end_s >= 0:
-            spans_of.setdefault((line["stage"], worker_name(line["worker"])), []).append(Span(begin_s, end_s))
-    for worker, span in trained:
-        spans_of.setdefault(("trainer", worker), []).append(span)
-    return [Lane(kind, worker, sorted(spans)) for (kind, worker), spans in spans_of.items() if spans]
+
+    def all(self, stages: Iterable[dict[str, Any]]) -> list[Lane]:
+        """Return the lanes of engines, stages and trainer, in this order; workers in order of their first event."""
+        spans_of = {("engine", worker): spans for worker, spans in self._engines.items()}
+        for line in stages:
+            begin_s, end_s = self._fold.axis.at(line["begin_s"]), self._fold.axis.at(line["end_s"])
+            if end_s >= 0:
+                spans_of.setdefault((line["stage"], worker_name(line["worker"])), []).append(Span(begin_s, end_s))
+        spans_of.setdefault(("trainer", "trainer"), []).extend(self._trainer)
+        return [Lane(kind, worker, sorted(spans)) for (kind, worker), spans in spans_of.items() if spans]
 
 
 def overlaps(shown: Sequence[Lane]) -> list[tuple[str, str, float]]:

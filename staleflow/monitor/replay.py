@@ -1,18 +1,17 @@
 """Rebuild from a trace the status that the scheduler would have reported at each moment.
 
-Windows and pins come from the ledger's own ``Window``; events supply the state of each group. Values that a trace does
-not contain, such as the engines' queues and caches, stay empty.
+Windows and pins come from the ledger's own ``Window``, filled with the live groups of the fold. Values that a trace
+does not contain, such as the engines' queues and caches, stay empty.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 from staleflow.monitor.words import worker_name
-from staleflow.protocols.consistency.errors import InvariantError
-from staleflow.protocols.consistency.groups import NO_CLAIM, Group, State
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, Version, WorkerId
+from staleflow.protocols.consistency.bucket import by_lease
+from staleflow.protocols.consistency.groups import Group, State
+from staleflow.protocols.consistency.ids import Step, Version, WorkerId
 from staleflow.protocols.consistency.limits import Bound, Limits, OnOverdue
 from staleflow.protocols.consistency.window import Window
 from staleflow.protocols.wire.messages import SchedulerStatus
@@ -27,9 +26,10 @@ from staleflow.protocols.wire.messages.status import (
 )
 from staleflow.servers.scheduler.lengths.durations import Durations
 from staleflow.servers.scheduler.status.sentences import pinned, starved
-from staleflow.trace.highlights import Recent, noteworthy, short
-
-Line = Mapping[str, Any]
+from staleflow.trace import events
+from staleflow.trace.fold import Fold
+from staleflow.trace.highlights import Recent, brief
+from staleflow.trace.reader import Line
 
 RATE_WINDOW_S = 10.0
 """Window for the rate of tokens per second."""
@@ -47,7 +47,6 @@ class Engine:
 
     def __init__(self) -> None:
         self.version = -1
-        self.held: dict[int, None] = {}
         self.command = ""
         self.pushed: deque[tuple[float, int]] = deque()
         """(second, tokens) within the last ``RATE_WINDOW_S``."""
@@ -61,308 +60,197 @@ class Engine:
 class TraceState:
     """State of a run according to the events so far. ``feed`` applies events in order; ``status`` returns the state.
 
-    Events are trusted as ``read_events`` returns them; ``feed`` raises ``Contradiction`` for an impossible one.
+    Lines are trusted as ``read_lines`` returns them; ``feed`` raises ``Contradiction`` for an impossible one.
     """
 
     def __init__(self, steps: int = 0) -> None:
         """``steps``: number of steps of the whole run; 0 if unknown."""
         self._steps = steps
-        self._opening: Line = {}
-        self._window = Window(Limits(max_staleness=0, batch_size=1))
-        self._groups: dict[int, Group] = {}
-        self._batches: dict[int, list[Group]] = {}
-        """Batches by step: sealed ones, and consumed ones that a rollback may restore."""
-        self._masked: dict[int, int] = {}
-        """Tokens of the sealed batches that are too old to train."""
-        self._workers: dict[str, str] = {}
-        self._engines: dict[str, Engine] = {}
+        self._fold = Fold()
+        self._limits = Limits(max_staleness=0, batch_size=1)
+        self._engines: dict[WorkerId, Engine] = {}
         self._totals = RunTotals()
         self._staleness: Counter[int] = Counter()
-        self._consumed = 0
-        self._order = 0
-        self._term = 0
         self._delivered = -1
-        self._lineage = 0
         self._violations = 0
         self._leased, self._staged = Durations(), Durations()
         self._recent = Recent()
-        self._closed = False
-        self._now_s = self._began_s = 0.0
         self._last: tuple[int, int] = (0, 0)
-        self._on: dict[str, Callable[[Line], None]] = {
-            name.removeprefix("_on_"): getattr(self, name) for name in dir(self) if name.startswith("_on_")
-        }
 
     @property
     def now_s(self) -> float:
         """Seconds since the first event."""
-        return self._now_s
+        return self._fold.now_s
 
     def at_s(self, line: Line) -> float:
         """Return the time of the next event: by the monotonic clock within an incarnation, by labels between two."""
         mono_ns, unix_ns = self._last
-        if not self._opening:
+        if self._fold.opening is None:
             return 0.0
-        passed_ns: int = line["t"] - unix_ns if line["ev"] == "open" else line["m"] - mono_ns
-        return self._now_s + max(passed_ns, 0) / 1e9
+        passed_ns = line.t - unix_ns if line.ev == "open" else line.m - mono_ns
+        return self.now_s + max(passed_ns, 0) / 1e9
 
     def feed(self, line: Line) -> None:
         """Apply the next event."""
-        self._now_s = self.at_s(line)
-        self._last = line["m"], line["t"]
-        handler = self._on.get(line["ev"])
-        if handler is not None:
-            try:
-                handler(line)
-                self._check_window()
-            except (LookupError, ValueError, AssertionError, InvariantError) as error:
-                raise Contradiction(f"{line['ev']} cannot follow: {type(error).__name__}: {error}") from error
-        if noteworthy(line):
-            self._recent.add(short(line))
+        first = self._fold.opening is None
+        self._fold.see(line, self.at_s(line))
+        self._last = line.m, line.t
+        try:
+            if first and isinstance(line.event, events.Open):
+                opening = line.event
+                self._limits = Limits(
+                    max_staleness=opening.max_staleness, batch_size=opening.batch_size, bound=opening.bound
+                )
+            self._check(line.event)
+        except ValueError as error:
+            raise Contradiction(f"{line.ev} cannot follow: {error}") from error
+        self._count(line.event)
+        recent = {"t": line.t, "ev": line.ev} if line.event is None else brief(line.event, line.t)
+        if recent is not None:
+            self._recent.add(recent)
 
-    def _check_window(self) -> None:
-        """Reject a window that is too large to display: every step between version and next step becomes a row."""
-        step, version = self._window.step, self._window.version
+    def _check(self, event: events.AnyEvent | None) -> None:
+        """Reject groups that are not live, and a window that is too large to display: every step between version and
+        next step becomes a row."""
+        match event:
+            case events.Push() | events.Occupy() | events.Claim() | events.Release() | events.Drop():
+                named = [event.group] if self._fold.group is None else []
+            case events.Seal():
+                named = [member.group for member in event.members if member.group not in self._fold.groups]
+            case _:
+                named = []
+        if named:
+            raise ValueError(f"group {named[0]} is not live")
+        step, version = self._fold.step, self._fold.version
         if abs(version - step) > MAX_STEP_DISTANCE:
             raise ValueError(f"step {step} is next, and version {version} is the newest")
 
-    # --- peers -------------------------------------------------------------------------------------------------
-
-    def _on_open(self, line: Line) -> None:
-        if not self._opening:
-            bound = Bound(line["bound"])
-            self._window = Window(
-                Limits(max_staleness=line["max_staleness"], batch_size=line["batch_size"], bound=bound)
-            )
-        self._opening = line
-        self._closed = False
-        self._began_s = self._now_s
-
-    def _on_attach(self, line: Line) -> None:
-        self._workers[line["worker"]] = line["role"]
-        if line["role"] == "rollout":
-            self._engines.setdefault(line["worker"], Engine())
-
-    def _on_detach(self, line: Line) -> None:
-        self._workers.pop(line["worker"], None)
-        self._engines.pop(line["worker"], None)
-
-    def _on_pull(self, line: Line) -> None:
-        if line["ok"] and line["worker"] in self._engines:
-            self._engines[line["worker"]].version = line["version"]
-            self._engines[line["worker"]].command = f"pull v{line['version']}"
-
-    def _on_close(self, _: Line) -> None:
-        self._closed = True
-
-    # --- groups ------------------------------------------------------------------------------------------------
-
-    def _on_reserve(self, line: Line) -> None:
-        id, lease, version = GroupId(line["group"]), LeaseId(line["lease"]), Version(line["version"])
-        worker, deadline = WorkerId(line["worker"]), self._window.deadline(version)
-        group = Group(id, lease, worker, Lineage(line["lineage"]), version, deadline, line["spare"])
-        self._groups[id] = group
-        self._window.enter(group)
-        self._leased.begin(id, self._now_ms())
-        self._totals.reserves += 1
-        engine = self._engines.setdefault(worker, Engine())
-        engine.held[id] = None
-        engine.command = f"assign {id}"
-
-    def _on_promote(self, line: Line) -> None:
-        for id, spare in ((line["group"], False), (line.get("demoted", -1), True)):
-            if (group := self._groups.get(id)) is not None:
-                self._window.leave(group)
-                group.spare = spare
-                self._window.enter(group)
-
-    def _on_push(self, line: Line) -> None:
-        group = self._groups[line["group"]]
-        self._window.pushed(group)
-        group.state = State.PUSHED
-        group.tokens = sum(segment["tokens"] for segment in line["segments"])
-        self._let_go(group)
-        if group.worker in self._engines:
-            self._engines[group.worker].pushed.append((self._now_s, group.tokens))
-        self._leased.end(group.id, self._now_ms())
-        self._staged.begin(group.id, self._now_ms())
-        self._totals.tokens_pushed += group.tokens
-
-    def _on_occupy(self, line: Line) -> None:
-        group = self._groups[line["group"]]
-        self._window.leave(group)
-        self._order += 1
-        group.order = self._order
-        group.state = State.OCCUPIED
-        self._window.enter(group)
-        self._staged.end(group.id, self._now_ms())
-
-    def _on_claim(self, line: Line) -> None:
-        group = self._groups[line["group"]]
-        self._window.leave(group)
-        group.claim = self._window.claimed
-        self._window.enter(group)
-
-    def _on_release(self, line: Line) -> None:
-        group = self._groups.pop(line["group"])
-        self._window.leave(group)
-        group.state = State.RELEASED
-        self._let_go(group)
-        self._leased.forget((group.id,))
-        self._staged.forget((group.id,))
-
-    def _on_drop(self, line: Line) -> None:
-        group = self._groups.pop(line["group"])
-        if group.claim != NO_CLAIM:
-            self._unclaim()
-        self._window.leave(group)
-        group.state = State.DROPPED
-
-    def _unclaim(self) -> None:
-        """Release the claims of a streaming trainer: its groups may become part of another batch."""
-        for group in self._claims():
-            self._window.leave(group)
-            group.claim = NO_CLAIM
-            self._window.enter(group)
-
-    def _claims(self) -> list[Group]:
-        return [group for group in self._groups.values() if group.state is State.OCCUPIED and group.claim != NO_CLAIM]
-
-    def _let_go(self, group: Group) -> None:
-        if group.worker in self._engines:
-            self._engines[group.worker].held.pop(group.id, None)
-
-    # --- batches and versions ----------------------------------------------------------------------------------
-
-    def _on_seal(self, line: Line) -> None:
-        step, trajectory = line["step"], not self._window.token_bound
-        members = [self._groups[member["group"]] for member in line["members"]]
-        for group in members:
-            self._window.leave(group)
-            group.claim, group.state = NO_CLAIM, State.SEALED
-            self._violations += trajectory and group.version < step - self._window.max_staleness
-        self._batches[step], self._masked[step] = members, line["masked_tokens"]
-        self._window.step = Step(step + 1)
-
-    def _on_unseal(self, _: Line) -> None:
-        self._unclaim()
-        self._bring_back(self._window.step - 1)
-
-    def _on_deliver(self, line: Line) -> None:
-        self._delivered = line["step"]
-
-    def _on_consume(self, line: Line) -> None:
-        for group in self._batches.get(line["step"], ()):
-            group.state = State.CONSUMED
-            self._staleness[line["step"] - group.version] += 1
-            self._totals.tokens_trained += group.tokens
-        self._totals.tokens_trained -= self._masked.pop(line["step"], 0)
-        self._consumed += len(self._batches.get(line["step"], ()))
-
-    def _on_publish(self, line: Line) -> None:
-        self._window.version = Version(line["version"])
-
-    def _on_join(self, line: Line) -> None:
-        self._term = line["trainer_term"]
-        self._delivered = -1
-
-    def _on_rollback(self, line: Line) -> None:
-        self._lineage = line["lineage"]
-        self._unclaim()
-        self._bring_back(line["to_version"])
-        self._window.version = Version(line["to_version"])
-
-    def _on_checkpoint(self, line: Line) -> None:
-        for step in [step for step in self._batches if step < line["version"]]:
-            for group in self._batches.pop(step):
-                self._groups.pop(group.id, None)
-
-    def _bring_back(self, step: int) -> None:
-        """Void the batches of ``step`` and later; their groups become occupied again."""
-        self._window.step = Step(step)
-        for later in [later for later in self._batches if later >= step]:
-            for group in self._batches.pop(later):
-                self._consumed -= group.state is State.CONSUMED
-                group.state, group.spare = State.OCCUPIED, False
-                self._window.enter(group)
+    def _count(self, event: events.AnyEvent | None) -> None:
+        """Update what the status contains beyond the state of the fold."""
+        batch, now_ms = self._fold.batch, self._now_ms()
+        match event:
+            case events.Reserve():
+                self._leased.begin(event.group, now_ms)
+                self._totals.reserves += 1
+                self._engines.setdefault(event.worker, Engine()).command = f"assign {event.group}"
+            case events.Push():
+                if event.worker in self._engines:
+                    self._engines[event.worker].pushed.append((self.now_s, event.tokens))
+                self._leased.end(event.group, now_ms)
+                self._staged.begin(event.group, now_ms)
+                self._totals.tokens_pushed += event.tokens
+            case events.Occupy():
+                self._staged.end(event.group, now_ms)
+            case events.Release():
+                self._leased.forget((event.group,))
+                self._staged.forget((event.group,))
+            case events.Seal() if batch is not None and self._limits.bound is not Bound.TOKEN:
+                bound = self._limits.max_staleness
+                self._violations += sum(groups for age, groups in batch.ages.items() if age > bound)
+            case events.Consume() if batch is not None:
+                self._staleness.update(batch.ages)
+                self._totals.tokens_trained += batch.trained_tokens
+            case events.Deliver():
+                self._delivered = event.step
+            case events.Join():
+                self._delivered = -1
+            case events.Attach() if event.role == "rollout":
+                self._engines.setdefault(event.worker, Engine())
+            case events.Detach():
+                self._engines.pop(event.worker, None)
+            case events.Pull() if event.ok and event.worker in self._engines:
+                engine = self._engines[event.worker]
+                engine.version, engine.command = event.version, f"pull v{event.version}"
+            case _:
+                pass
 
     # --- the status --------------------------------------------------------------------------------------------
 
     def _now_ms(self) -> int:
-        return int(self._now_s * 1000)
+        return int(self.now_s * 1000)
+
+    def _window(self) -> Window:
+        """Return the ledger's window with the live groups."""
+        window = Window(self._limits)
+        window.step, window.version = Step(self._fold.step), Version(self._fold.version)
+        for group in sorted(self._fold.groups.values(), key=by_lease):
+            if group.live:
+                window.enter(group)
+        return window
 
     def status(self) -> SchedulerStatus:
         """Return the status that the scheduler had, as far as a trace contains it."""
-        opening, window = self._opening, self._window
-        counts, pins, rows = self._counts(), self._pins(), self._rows()
+        fold, window = self._fold, self._window()
+        opening, counts, pins = fold.opening, self._counts(window), self._pins(window)
+        held = Counter(group.worker for group in fold.groups.values() if group.state is State.LEASED)
+        rows = tuple(
+            WindowStatus(deadline=deadline, leased=leased, pushed=pushed, occupied=occupied)
+            for deadline, leased, pushed, occupied in window.rows()
+        )
         return SchedulerStatus(
-            run=opening.get("run", ""),
-            incarnation=opening.get("inc", 0),
-            uptime_s=self._now_s - self._began_s,
-            run_s=self._now_s,
-            lineage=self._lineage,
-            version=int(window.version),
-            next_step=int(window.step),
+            run=fold.run,
+            incarnation=fold.incarnation,
+            uptime_s=self.now_s - fold.opened_s,
+            run_s=self.now_s,
+            lineage=fold.lineage,
+            version=fold.version,
+            next_step=fold.step,
             steps=self._steps,
-            trainer_term=self._term,
+            trainer_term=fold.term,
             max_staleness=window.max_staleness,
-            bound=opening.get("bound", ""),
-            on_overdue=opening.get("on_overdue", ""),
+            bound=opening.bound if opening else "",
+            on_overdue=opening.on_overdue if opening else "",
             batch_size=window.batch_size,
-            group_size=opening.get("group_size", 1),
+            group_size=self._group_size,
             ledger=counts,
             window=rows,
-            pinned=Pinned(step=int(window.step), groups=tuple(pins[:MAX_PINS])),
+            pinned=Pinned(step=fold.step, groups=tuple(pins[:MAX_PINS])),
             why=self._why(counts, pins),
-            trainer_waits=self._trainer_waits(counts),
-            staleness=self._ages(rows),
+            trainer_waits=self._trainer_waits(window, counts),
+            staleness=self._ages(() if window.token_bound else rows),
             recent=tuple(self._recent.lines()),
-            instances=tuple(self._instance(worker, engine) for worker, engine in self._engines.items()),
+            instances=tuple(self._instance(worker, engine, held[worker]) for worker, engine in self._engines.items()),
             workers=tuple(
                 WorkerStatus(worker=worker, name=worker_name(worker), role=role)
-                for worker, role in self._workers.items()
+                for worker, role in fold.workers.items()
             ),
             totals=self._totals,
             violations=self._violations,
-            finished=self._closed,
+            finished=fold.closed is not None,
         )
 
-    def _counts(self) -> dict[str, int]:
-        states = Counter(group.state for group in self._groups.values())
-        names = (State.LEASED, State.PUSHED, State.OCCUPIED, State.SEALED)
-        live = {state.name.lower(): states[state] for state in names}
-        return {**live, "consumed": self._consumed, "claimed": self._window.claimed, "spares": self._window.num_spares}
+    @property
+    def _group_size(self) -> int:
+        return self._fold.opening.group_size if self._fold.opening else 1
 
-    def _rows(self) -> tuple[WindowStatus, ...]:
-        return tuple(
-            WindowStatus(deadline=deadline, leased=leased, pushed=pushed, occupied=occupied)
-            for deadline, leased, pushed, occupied in self._window.rows()
-        )
+    def _counts(self, window: Window) -> dict[str, int]:
+        names = (State.LEASED, State.PUSHED, State.OCCUPIED, State.SEALED, State.CONSUMED)
+        by_state = {state.name.lower(): self._fold.counts[state] for state in names}
+        return {**by_state, "claimed": window.claimed, "spares": window.num_spares}
 
     def _ages(self, rows: Sequence[WindowStatus]) -> Ages:
-        newest = self._window.version + self._window.max_staleness
-        rows = () if self._window.token_bound else rows[::-1]
+        newest, rows = self._fold.version + self._limits.max_staleness, rows[::-1]
         return Ages(
             in_flight=tuple((newest - row.deadline, row.leased) for row in rows),
             in_queue=tuple((newest - row.deadline, row.pushed + row.occupied) for row in rows),
             consumed=tuple(sorted(self._staleness.items())),
         )
 
-    def _instance(self, worker: str, engine: Engine) -> InstanceStatus:
+    def _instance(self, worker: WorkerId, engine: Engine, held: int) -> InstanceStatus:
         return InstanceStatus(
             worker=worker,
             name=worker_name(worker),
             version=engine.version,
-            running=len(engine.held) * int(self._opening.get("group_size", 1)),
-            tokens_per_s=engine.tokens_per_s(self._now_s),
-            held=len(engine.held),
+            running=held * self._group_size,
+            tokens_per_s=engine.tokens_per_s(self.now_s),
+            held=held,
             last_command=engine.command,
         )
 
     # --- why ---------------------------------------------------------------------------------------------------
 
-    def _pins(self) -> list[Pin]:
-        pinning = self._window.pinning() if self._term else []
+    def _pins(self, window: Window) -> list[Pin]:
+        pinning = window.pinning() if self._fold.term else []
         return [self._pin(group) for bucket, count in pinning for group in islice(bucket.unfinished(), count)]
 
     def _pin(self, group: Group) -> Pin:
@@ -376,23 +264,20 @@ class TraceState:
             left_s=took.left_s(group.id, now),
         )
 
-    def _trains(self) -> bool:
-        return self._delivered >= self._window.version
-
-    def _trainer_waits(self, counts: Mapping[str, int]) -> str:
-        window = self._window
-        if not self._term or window.version < 0 or self._trains() or self._closed:
+    def _trainer_waits(self, window: Window, counts: Mapping[str, int]) -> str:
+        fold = self._fold
+        if not fold.term or fold.version < 0 or self._delivered >= fold.version or fold.closed:
             return ""
         if window.occupied + window.claimed >= window.batch_size:
             return "older groups"
         return "stages" if counts["pushed"] >= window.batch_size - counts["occupied"] else "engines"
 
     def _why(self, counts: Mapping[str, int], pins: list[Pin]) -> str:
-        window = self._window
-        step, version, steps = int(window.step), int(window.version), self._steps or 2**62
-        if self._closed:
+        fold = self._fold
+        step, version, steps = fold.step, fold.version, self._steps or 2**62
+        if fold.closed:
             return "the scheduler closed the trace"
-        if not self._term:
+        if not fold.term:
             return "no trainer has joined"
         if version < 0:
             return "version 0 is not published yet"
@@ -400,7 +285,7 @@ class TraceState:
             return f"the trainer works on step {version}" if version < steps else "every step is trained"
         training = f"the trainer works on step {version}; " if step > version else ""
         if pins:
-            policy = OnOverdue(self._opening.get("on_overdue", "wait")).value
-            return training + pinned(step, pins[:MAX_PINS], len(pins), policy)
-        need = window.batch_size
+            policy = fold.opening.on_overdue if fold.opening else OnOverdue.WAIT
+            return training + pinned(step, pins[:MAX_PINS], len(pins), policy.value)
+        need = self._limits.batch_size
         return training + starved(step, need, counts, self._staged.until_s(need - counts["occupied"]))

@@ -15,7 +15,7 @@ from staleflow.protocols.wire.messages import ParametersStatus, SchedulerStatus
 from staleflow.supervisor import summary
 from staleflow.supervisor.view import Snapshot
 from staleflow.supervisor.watch import NewLines, StatusWatch
-from staleflow.trace.writer import read_events
+from staleflow.trace.reader import Line, read_lines
 
 TRACE = "trace.jsonl"
 LIVE_INTERVAL_S = 1.0
@@ -179,12 +179,12 @@ class Replay:
 
     def _rewind(self) -> None:
         self._state = TraceState(self._steps)
-        self._lines: Iterator[Mapping[str, Any]] = iter(read_events(self.trace)) if self.trace else iter(())
+        self._lines: Iterator[Line] = read_lines(self.trace) if self.trace else iter(())
         self._number = 1
         """Number of the next line."""
         self._next = next(self._lines, None)
         self._at_s = 0.0
-        self._unix_s = 0.0 if self._next is None else self._next["t"] / 1e9
+        self._unix_s = 0.0 if self._next is None else self._next.t / 1e9
         self._num_lines = 0
         self.over = self._next is None
 
@@ -194,14 +194,14 @@ class Replay:
         if seconds < 0:
             self._rewind()
         while self._next is not None and self._state.at_s(self._next) <= target_s:
-            self._unix_s = self._next["t"] / 1e9
+            self._unix_s = self._next.t / 1e9
             self._feed(self._next)
             self._number += 1
             self._next = next(self._lines, None)
         self.over = self._next is None
         self._at_s = self._state.now_s if self.over else target_s
 
-    def _feed(self, line: Mapping[str, Any]) -> None:
+    def _feed(self, line: Line) -> None:
         try:
             self._state.feed(line)
         except Contradiction as error:

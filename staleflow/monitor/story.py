@@ -13,7 +13,7 @@ import msgspec
 from staleflow.configs.errors import ConfigError
 from staleflow.monitor.words import amount, plural, span, worker_name
 from staleflow.process.sanitize import all_printable
-from staleflow.trace.reader import complaint, decoded
+from staleflow.trace.reader import as_written, complaint
 
 Line = Mapping[str, Any]
 
@@ -55,7 +55,7 @@ def _about(lines: Iterable[bytes], group: int) -> Iterator[dict[str, Any]]:
         if not of_batch and not back and not any(mark in raw for mark in marks):
             continue
         try:
-            line = decoded(raw)
+            line = as_written(raw)
         except msgspec.DecodeError:
             if raw.endswith(b"\n"):
                 raise

@@ -7,52 +7,10 @@ Times are seconds since the first event by the scheduler's clock, without period
 from collections import Counter
 from dataclasses import dataclass, field
 
+from staleflow.trace.fold import Batch, ages
+
 MAX_SAMPLES = 400
 """Maximum points of a curve over time; beyond it, every second point is removed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Last:
-    """The last group of a batch, for which its step waited."""
-
-    group: int
-    worker: str
-    version: int
-    took_s: float
-    """Seconds from its lease until it was ready to train."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFact:
-    """One consumed step that was not rolled back."""
-
-    step: int
-    lineage: int
-    sealed_s: float
-    consumed_s: float
-    waited_s: float
-    """Seconds between the publish of its weights and the completion of its batch."""
-    ages: dict[int, int]
-    """Number of groups of the batch by age, step - version."""
-    tokens: int
-    masked: int
-    writing_s: float
-    """Mean seconds of its groups from the lease to the push."""
-    staging_s: float
-    """Mean seconds from the push until all stages finished."""
-    queueing_s: float
-    """Mean seconds from then until the batch was complete."""
-    last: Last | None
-
-    @property
-    def age_mean(self) -> float:
-        """Versions."""
-        return sum(age * count for age, count in self.ages.items()) / max(sum(self.ages.values()), 1)
-
-    @property
-    def age_max(self) -> int:
-        """Versions."""
-        return max(self.ages, default=0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -161,7 +119,7 @@ class Facts:
     on_overdue: str = ""
     batch_size: int = 0
     group_size: int = 0
-    steps: list[StepFact] = field(default_factory=list[StepFact])
+    steps: list[Batch] = field(default_factory=list[Batch])
     undone_steps: int = 0
     """Tokens that were consumed and then rolled back."""
     undone_tokens: int = 0
@@ -182,20 +140,17 @@ class Facts:
     @property
     def ages(self) -> dict[int, int]:
         """Number of trained groups by staleness."""
-        total = Counter[int]()
-        for step in self.steps:
-            total.update(step.ages)
-        return dict(sorted(total.items()))
+        return dict(sorted(ages(self.steps).items()))
 
     @property
     def trained(self) -> int:
         """Number of trained tokens without masked ones."""
-        return sum(step.tokens - step.masked for step in self.steps)
+        return sum(step.trained_tokens for step in self.steps)
 
     @property
     def masked(self) -> int:
         """Number of tokens that were masked because they were too old to train."""
-        return sum(step.masked for step in self.steps)
+        return sum(step.masked_tokens for step in self.steps)
 
     @property
     def waited_s(self) -> float:

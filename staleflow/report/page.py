@@ -14,19 +14,18 @@ from staleflow.configs.loading.load import config_sha, read_run
 from staleflow.configs.loading.toml import dumps
 from staleflow.configs.schema import Config
 from staleflow.metrics.reader import metric_lines
-from staleflow.monitor.lanes import Lane, lanes, overlaps, stage_lines
+from staleflow.monitor.lanes import Lane, overlaps
 from staleflow.monitor.words import clock
 from staleflow.report import sections
 from staleflow.report.curves import LEARNING, Curves
 from staleflow.report.facts import Facts
 from staleflow.report.lane_paths import lane_rows
-from staleflow.report.reading import Reader
+from staleflow.report.reading import read
 from staleflow.report.samples import samples
 from staleflow.report.settings import changes, settings
 from staleflow.supervisor import summary as summaries
 from staleflow.trace.audit.report import AuditReport, FileRule, audit
 from staleflow.trace.audit.state import Rule
-from staleflow.trace.writer import read_events
 
 CONTENTS = {
     "learning": "Learning",
@@ -50,8 +49,7 @@ def report(run_dir: Path) -> str:
     config = read_run(run_dir)
     if not trace.is_file():
         raise ConfigError("run directory", str(run_dir), "it has no trace.jsonl: the run has not started yet")
-    facts = Reader().read(read_events(trace))
-    shown = lanes(read_events(trace), stage_lines(run_dir))
+    facts, shown = read(trace)
     curves = Curves(metric_lines(run_dir / "metrics.jsonl"))
     return _render("report.html", _context(run_dir, config, facts, shown, curves, audit(trace, growing=True)))
 

@@ -8,8 +8,9 @@ from typing import Any
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.extras import install
 from staleflow.monitor.lanes import Lane
-from staleflow.report.facts import Facts, StepFact
+from staleflow.report.facts import Facts
 from staleflow.report.lane_paths import chosen
+from staleflow.trace.fold import Batch
 
 COLOURS = ("tab:orange", "tab:green", "tab:purple", "tab:red", "tab:olive", "tab:cyan", "tab:pink", "tab:brown")
 OPTIONS: Any = {"svg.fonttype": "none", "svg.hashsalt": "staleflow", "font.size": 9, "axes.titlesize": 10}
@@ -66,7 +67,7 @@ def _lanes(axis: Any, drawn: Sequence[Lane]) -> None:
     axis.set_yticklabels([lane.worker for lane in drawn], fontsize=8)
 
 
-def _ages(axis: Any, steps: Sequence[StepFact], bound: int) -> None:
+def _ages(axis: Any, steps: Sequence[Batch], bound: int) -> None:
     """Plot the mean and maximum age of each step at its training time, and the bound as a line."""
     moments = [step.consumed_s for step in steps]
     axis.step(moments, [step.age_max for step in steps], where="mid", color="tab:orange", linewidth=1, label="oldest")
@@ -77,7 +78,7 @@ def _ages(axis: Any, steps: Sequence[StepFact], bound: int) -> None:
     axis.legend(fontsize=8, ncols=3, loc="upper right", frameon=False, bbox_to_anchor=(1, 1.25))
 
 
-def _waits(axis: Any, steps: Sequence[StepFact]) -> None:
+def _waits(axis: Any, steps: Sequence[Batch]) -> None:
     """Plot a bar for each wait that ends when the batch was complete; width and height are the duration."""
     shown = [step for step in steps if step.waited_s > 0]
     widths = [step.waited_s for step in shown]

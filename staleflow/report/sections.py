@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from statistics import median
 
 from staleflow.configs.schema import Config
-from staleflow.monitor.words import amount, clock, plural
+from staleflow.monitor.words import amount, clock, plural, worker_name
 from staleflow.protocols.consistency.limits import Bound
 from staleflow.report.charts import SECONDS, Chart, Series, lines, number, stack
 from staleflow.report.curves import STALENESS, TIME, Curves
-from staleflow.report.facts import Facts, StepFact
+from staleflow.report.facts import Facts
 from staleflow.trace.audit.report import AuditReport
+from staleflow.trace.fold import Batch
 
 MAX_WAITS = 12
 MAX_HAPPENINGS = 200
@@ -131,7 +132,7 @@ def age_chart(facts: Facts, *, by_time: bool = False) -> Chart:
     )
 
 
-def phase_chart(steps: Sequence[StepFact]) -> Chart:
+def phase_chart(steps: Sequence[Batch]) -> Chart:
     """Return a chart of the mean seconds that groups spend from lease to training."""
     series = [
         Series(name="generated", colour="blue", values=[step.writing_s for step in steps]),
@@ -210,10 +211,10 @@ def wait_rows(facts: Facts) -> list[dict[str, str]]:
     for step in slow:
         if step.waited_s < SHORTEST_WAIT_S:
             continue
-        last = step.last
         text = ""
-        if last is not None:
-            text = f"group {last.group} of version {last.version} from {last.worker}, {last.took_s:.2f} s on its way"
+        if (last := step.last) is not None:
+            name, took_s = worker_name(last.worker), last.occupied_s - last.reserved_s
+            text = f"group {last.id} of version {last.version} from {name}, {took_s:.2f} s on its way"
         rows.append({"step": f"{step.step:,}", "waited": f"{step.waited_s:.2f} s", "text": text})
     return rows
 

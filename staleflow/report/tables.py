@@ -4,22 +4,27 @@
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.extras import install
 from staleflow.monitor.words import worker_name
-from staleflow.trace.reader import FIELDS
-from staleflow.trace.running_time import timed
+from staleflow.trace.fold import Axis
+from staleflow.trace.reader import FIELDS, Line
 
 
-def columns(events: Iterable[Mapping[str, Any]], kinds: Collection[str] = ()) -> dict[str, list[Any]]:
+def columns(lines: Iterable[Line], kinds: Collection[str] = ()) -> dict[str, list[Any]]:
     """Return one list per column, all of equal length; None where an event lacks the field. ``kinds`` is a filter."""
     found: dict[str, list[Any]] = {}
     rows = 0
-    for seconds, event in timed(events):
-        if kinds and event["ev"] not in kinds:
+    axis = Axis()
+    for line in lines:
+        seconds = axis.see(line)
+        if kinds and line.ev not in kinds:
             continue
-        row = {key: event[key] for key in ("seq", "inc", "ev")} | {"seconds": seconds, "time": event["t"]}
-        own = {key: value for key, value in event.items() if key in FIELDS.get(event["ev"], ())}
+        row = {"seq": line.seq, "inc": line.inc, "ev": line.ev, "seconds": seconds, "time": line.t}
+        event = {} if line.event is None else msgspec.to_builtins(line.event)
+        own = {key: value for key, value in event.items() if key in FIELDS[line.ev]}
         if "worker" in own:
             row["name"] = worker_name(own["worker"])
         row |= own

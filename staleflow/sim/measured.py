@@ -8,18 +8,18 @@ beside it.
 
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import msgspec
 
 from staleflow.configs.errors import ConfigError
 from staleflow.metrics.reader import metric_lines
-from staleflow.trace.writer import read_events
+from staleflow.trace import events
+from staleflow.trace.fold import Fold
+from staleflow.trace.reader import Line, read_lines
 
 LENGTHS = "lengths.jsonl"
 METRICS = "metrics.jsonl"
 COMPUTED = ("time/train", "time/publish")
-NS = 1e9
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,9 +62,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure(trace: Path) -> Measured:
     """Read a trace. Raise ``ConfigError`` if it is none, or if no step of it was trained."""
-    totals = _Totals()
-    for event in read_events(trace):
-        totals.add(event)
+    fold = Fold()
+    totals = _Totals(fold)
+    for line in fold.over(read_lines(trace)):
+        totals.add(line)
     if not totals.train_s or not totals.lengths:
         raise ConfigError("trace", str(trace), "a run that trained a step: this one has none to learn from")
     train_s = _computed_s(trace.parent / METRICS) if totals.streamed else totals.train_s
@@ -89,9 +90,9 @@ def _computed_s(metrics: Path) -> list[float]:
 
 
 class _Totals:
-    """Totals over one event after the other."""
+    """Durations in the lines that ``fold`` has applied. Nothing is measured across two incarnations."""
 
-    def __init__(self) -> None:
+    def __init__(self, fold: Fold) -> None:
         self.lengths: list[int] = []
         self.token_s: list[float] = []
         self.train_s: list[float] = []
@@ -99,58 +100,45 @@ class _Totals:
         self.pull_s: list[float] = []
         self.max_engines = 0
         self.streamed = False
-        self._group_size = 1
+        self._fold = fold
         self._engines: dict[str, None] = {}
-        self._reserved: dict[int, float] = {}
-        self._pushed: dict[int, float] = {}
         self._published: dict[tuple[int, int], float] = {}
-        self._delivered: dict[int, float] = {}
         self._free_s = 0.0
+        self._since_s = -1.0
+        """Time of the last line of the incarnation before; -1 in the first."""
 
-    def add(self, event: dict[str, Any]) -> None:
-        """Add one event. Times are monotonic and restart with each incarnation, so nothing is measured across two."""
-        now_s = event["m"] / NS
-        match event["ev"]:
-            case "open":
-                self._group_size = event["group_size"]
-                for times in (self._reserved, self._pushed, self._published, self._delivered):
-                    times.clear()
+    def add(self, line: Line) -> None:
+        """Add the line that the fold applied last."""
+        fold, group, batch = self._fold, self._fold.group, self._fold.batch
+        match line.event:
+            case events.Open():
                 self._engines.clear()
-            case "reserve":
-                self._reserved[event["lease"]] = now_s
-                self._engines[event["worker"]] = None
+                self._since_s = fold.now_s if fold.incarnation > 1 else -1.0
+            case events.Reserve() as event:
+                self._engines[event.worker] = None
                 self.max_engines = max(self.max_engines, len(self._engines))
-            case "detach":
-                self._engines.pop(event["worker"], None)
-            case "push":
-                self._push(event, now_s)
-            case "occupy":
-                self._add(self.stages_s, self._pushed.pop(event["group"], None), now_s)
-            case "publish":
-                self._published[event["lineage"], event["version"]] = now_s
-            case "pull":
-                self._add(self.pull_s, self._published.get((event["lineage"], event["version"])), now_s)
-            case "claim":
+            case events.Detach() as event:
+                self._engines.pop(event.worker, None)
+            case events.Push() as event:
+                tokens = event.tokens / (fold.opening.group_size if fold.opening else 1)
+                if tokens >= 1 and not event.truncated:
+                    self.lengths.append(round(tokens))
+                    self._add(self.token_s, group.reserved_s if group else None, per=tokens)
+            case events.Occupy():
+                self._add(self.stages_s, group.pushed_s if group else None)
+            case events.Publish() as event:
+                self._published[event.lineage, event.version] = fold.now_s
+            case events.Pull() as event:
+                self._add(self.pull_s, self._published.get((event.lineage, event.version)))
+            case events.Claim():
                 self.streamed = True
-            case "deliver":
-                self._delivered.setdefault(event["batch"], now_s)
-            case "consume":
-                began_s = self._delivered.pop(event["batch"], None)
-                self._add(self.train_s, None if began_s is None else max(began_s, self._free_s), now_s)
-                self._free_s = now_s
+            case events.Consume():
+                began_s = batch.delivered_s if batch else None
+                self._add(self.train_s, None if began_s is None else max(began_s, self._free_s))
+                self._free_s = fold.now_s
             case _:
                 pass
 
-    def _push(self, event: dict[str, Any], now_s: float) -> None:
-        tokens = sum(segment["tokens"] for segment in event["segments"]) / self._group_size
-        began_s = self._reserved.pop(event["lease"], None)
-        self._pushed[event["group"]] = now_s
-        if tokens >= 1 and not event["truncated"]:
-            self.lengths.append(round(tokens))
-            if began_s is not None:
-                self.token_s.append((now_s - began_s) / tokens)
-
-    @staticmethod
-    def _add(where: list[float], began_s: float | None, now_s: float) -> None:
-        if began_s is not None:
-            where.append(now_s - began_s)
+    def _add(self, where: list[float], began_s: float | None, *, per: float = 1.0) -> None:
+        if began_s is not None and began_s > self._since_s:
+            where.append((self._fold.now_s - began_s) / per)

@@ -164,7 +164,7 @@ def died(run_dir: Path) -> Died | None:
         if facts.closed:
             return None
         resume = ""
-    return Died(steps=max(facts.steps, 0), steps_wanted=read_run(run_dir).trainer.steps, resume=resume)
+    return Died(steps=facts.steps, steps_wanted=read_run(run_dir).trainer.steps, resume=resume)
 
 
 def _running(run_dir: Path, process: str) -> ConfigError:

@@ -14,9 +14,11 @@ from staleflow.configs.durable_files import write_durably
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.metrics.reader import metric_lines
+from staleflow.protocols.consistency.groups import LEASED
 from staleflow.protocols.wire.messages import SchedulerStatus
-from staleflow.trace.running_time import timed
-from staleflow.trace.writer import read_events
+from staleflow.trace import events
+from staleflow.trace.fold import Fold, ages
+from staleflow.trace.reader import Line, read_lines
 
 LOST = ("aborted", "expired")
 """Reasons of releases that count as losses: the group failed or its worker was lost. The others are policy."""
@@ -85,8 +87,8 @@ def rewards(lines: Sequence[Mapping[str, Any]]) -> tuple[str, float | None, floa
 class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the summary that comes from the trace."""
 
-    ages: list[int] = msgspec.field(default_factory=list[int])
-    """Versions between the oldest token and the step, for every trained group whose step was not rolled back."""
+    ages: Counter[int] = msgspec.field(default_factory=Counter[int])
+    """Number of trained groups by the versions between oldest token and step, without steps that were rolled back."""
     lost: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """Releases of groups that failed, by reason.
 
@@ -110,66 +112,42 @@ class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
         return self.tokens_trained / self.working_s if self.working_s > 0 else 0.0
 
 
-def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
+def facts(lines: Iterable[Line]) -> TraceFacts:
     """Compute the facts in one pass over a trace."""
-    sealed: dict[int, tuple[int, int, list[int]]] = {}
-    trained: dict[int, tuple[float, int, list[int]]] = {}
-    """Per step: running time at which it was consumed, its tokens and the ages of its groups."""
-    steps = pushed = filtered = 0
-    now_s = 0.0
+    fold = Fold()
+    pushed = filtered = 0
     published_s: float | None = None
     lost: Counter[str] = Counter()
     pending_releases: Counter[str] = Counter()
-    lessees: dict[int, str] = {}
-    detached: set[str] = set()
-    closed = False
-    for now_s, event in timed(events):
-        closed = event["ev"] == "close"
-        match event["ev"]:
-            case "attach":
-                detached.discard(event["worker"])
-            case "detach":
-                detached.add(event["worker"])
-            case "reserve":
-                lessees[event["group"]] = event["worker"]
-            case "push":
-                lessees.pop(event["group"], None)
-                pushed += sum(segment["tokens"] for segment in event["segments"])
-            case "seal":
-                of_batch = [event["step"] - member["version"] for member in event["members"]]
-                sealed[event["batch"]] = event["step"], event["tokens"] - event["masked_tokens"], of_batch
-            case "consume":
-                if (batch := sealed.pop(event["batch"], None)) is not None:
-                    trained[batch[0]] = now_s, batch[1], batch[2]
+    for line in fold.over(lines):
+        match line.event:
+            case events.Push() as event:
+                pushed += event.tokens
+            case events.Consume():
                 lost += pending_releases
                 pending_releases.clear()
-            case "publish":
-                steps = event["version"]
-                published_s = now_s if published_s is None else published_s
-            case "rollback":
-                steps = event["to_version"]
-                for step in [step for step in trained if step >= steps]:
-                    del trained[step]
-            case "release":
-                lessee = lessees.pop(event["group"], None)
-                filtered += event["why"] == "filtered"
-                if event["why"] in LOST:
-                    (pending_releases if lessee in detached else lost)[event["why"]] += 1
-            case "close":
+            case events.Publish() if published_s is None:
+                published_s = fold.now_s
+            case events.Release() as event:
+                filtered += event.why == "filtered"
+                if event.why in LOST:
+                    left = (group := fold.group) and group.state is LEASED and group.worker not in fold.workers
+                    (pending_releases if left else lost)[event.why] += 1
+            case events.Close():
                 pending_releases.clear()
             case _:
                 pass
-    last_s = max((at_s for at_s, _, _ in trained.values()), default=0.0)
+    last_s = max((batch.consumed_s for batch in fold.trained), default=0.0)
     return TraceFacts(
-        ages=[age for _, _, ages in trained.values() for age in ages],
+        ages=ages(fold.trained),
         lost=dict(lost),
-        steps=steps,
-        tokens_trained=sum(tokens for _, tokens, _ in trained.values()),
+        steps=max(fold.version, 0),
+        tokens_trained=sum(batch.trained_tokens for batch in fold.trained),
         tokens_pushed=pushed,
         filtered=filtered,
-        wall_s=now_s,
+        wall_s=fold.now_s,
         working_s=max(last_s - (published_s or 0.0), 0.0),
-        closed=closed,
+        closed=fold.closed is not None,
     )
 
 
@@ -193,7 +171,7 @@ def newest_model(run_dir: Path) -> Path | None:
 def of_trace(trace: Path, status: SchedulerStatus) -> TraceFacts:
     """Return the facts of a trace; if it cannot be read, return those that ``status`` contains."""
     try:
-        return facts(read_events(trace))
+        return facts(read_lines(trace))
     except ConfigError:
         return TraceFacts(
             steps=max(status.version, 0),
@@ -239,7 +217,9 @@ def summarise(
         reward_start=start,
         reward_end=end,
         reward_of=what,
-        off_policy_mean=sum(trace.ages) / len(trace.ages) if trace.ages else None,
+        off_policy_mean=(
+            sum(age * groups for age, groups in trace.ages.items()) / trace.ages.total() if trace.ages else None
+        ),
         off_policy_max=max(trace.ages, default=None),
         max_staleness=config.staleness.max_staleness,
         bound=config.staleness.bound.value,

@@ -153,6 +153,11 @@ class Push(TraceEvent, frozen=True, kw_only=True, tag="push"):
     truncated: bool
     segments: list[SegmentOf]
 
+    @property
+    def tokens(self) -> int:
+        """Number of sampled tokens of all versions."""
+        return sum(segment.tokens for segment in self.segments)
+
 
 class Occupy(TraceEvent, frozen=True, kw_only=True, tag="occupy"):
     group: GroupId

@@ -4,12 +4,11 @@ The normal life of each group is left out.
 """
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
-from staleflow.trace.events import AnyEvent, TraceEvent
+from staleflow.trace.events import Auth, Pull, Release, TraceEvent
 
 QUIET = frozenset(("reserve", "promote", "push", "occupy", "claim", "deliver", "consume"))
 """Kinds of lines that are the normal life of a group, or that repeat another line."""
@@ -20,28 +19,24 @@ ROUTINE = ("publish", "seal", "checkpoint")
 LONG_FIELDS = ("members", "segments", "recovered")
 """Fields that are left out."""
 
-_NOTEWORTHY = frozenset(kind for kind in get_args(AnyEvent) if kind.__struct_config__.tag not in QUIET)
 
-
-def noteworthy(line: Mapping[str, Any]) -> bool:
-    """Return whether a line is worth showing to a person."""
-    kind = line["ev"]
-    if kind == "release":
-        return line["why"] in LOSSES
-    return not line["ok"] if kind in ("auth", "pull") else kind not in QUIET
+def noteworthy(event: TraceEvent) -> bool:
+    """Return whether an event is worth showing to a person."""
+    match event:
+        case Release():
+            return event.why in LOSSES
+        case Auth() | Pull():
+            return not event.ok
+        case _:
+            return event.__struct_config__.tag not in QUIET
 
 
 def brief(event: TraceEvent, unix_ns: int) -> dict[str, Any] | None:
     """Return ``event`` as a trace line without its long fields; None if it is not noteworthy."""
-    if type(event) not in _NOTEWORTHY:
+    if not noteworthy(event):
         return None
     line: dict[str, Any] = msgspec.to_builtins(event)
-    return {"t": unix_ns, **short(line)} if noteworthy(line) else None
-
-
-def short(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line without its long fields."""
-    return {key: value for key, value in line.items() if key not in LONG_FIELDS}
+    return {"t": unix_ns, **{key: value for key, value in line.items() if key not in LONG_FIELDS}}
 
 
 class Recent:

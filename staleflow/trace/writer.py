@@ -10,21 +10,18 @@
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from staleflow.configs.durable_files import replace_durably, sync_path
-from staleflow.configs.errors import ConfigError
 from staleflow.process.clock import WALL, Clock
 from staleflow.store.base import Durability, Read, Store, Write, key_number, number_key
 from staleflow.store.disk_errors import state_of
 from staleflow.trace.events import SCHEMA, TraceEvent
 from staleflow.trace.highlights import Recent, brief
-from staleflow.trace.reader import complaint, decoded
+from staleflow.trace.reader import typed
 
 NO_HASH = "0" * 16
 TABLES = ("trace", "outbox")
@@ -272,13 +269,13 @@ def _check_history(file: int, head: Head, begin: int, outbox: bytes, run: str) -
 def _check_run(file: int, head: Head, run: str) -> None:
     """Raise ``TraceError`` if the first line names another run."""
     try:
-        first = decoded(os.pread(file, _READ_BYTES, 0).partition(b"\n")[0])
+        first = typed(os.pread(file, _READ_BYTES, 0).partition(b"\n")[0])
     except msgspec.DecodeError:  # a torn line
         return
-    if first.get("run") != run:
+    if first.run != run:
         ledger = f"is of run {run}" if head.seq else "is missing or empty"
         lines = _whole_lines(file, 0, os.fstat(file).st_size)
-        raise TraceError(f"it has {lines} lines of run {first.get('run')}, but scheduler/data.mdb {ledger}; {RESTORE}")
+        raise TraceError(f"it has {lines} lines of run {first.run}, but scheduler/data.mdb {ledger}; {RESTORE}")
 
 
 def _check_outbox(file: int, begin: int, outbox: bytes) -> None:
@@ -340,22 +337,3 @@ def _takes(file: int, offset: int, chunk: bytes) -> bool:
             raise
         return False
     return True
-
-
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield every line of a trace as written, unaudited. Raise ``ConfigError`` with the number of a line that is not an
-    event: no JSON, a missing field, or one of another type. Unknown fields and events are kept.
-
-    A last line without a line feed is still being written and is left out.
-    """
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    yield decoded(line)
-                except msgspec.DecodeError as error:
-                    if not line.endswith(b"\n"):
-                        return
-                    raise ConfigError("trace", str(path), f"line {number} {complaint(error)}") from error
-    except OSError as error:
-        raise ConfigError("trace", str(path), f"it cannot be read: {error.strerror}") from error

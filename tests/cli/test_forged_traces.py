@@ -29,8 +29,8 @@ VALUES: tuple[Any, ...] = (
 LIFE = [
     *PLAIN[:-1],
     event("auth", 12, peer="evil", role="rollout", ok=False, why="no key", count=1),
-    event("reserve", 12, group=3, lease=3, worker="rollout-0.aa", version=2),
-    event("reserve", 12, group=4, lease=4, worker="rollout-0.aa", version=2, spare=True),
+    event("reserve", 12, group=3, lease=3, worker="rollout-0.aa", version=2, deadline=4),
+    event("reserve", 12, group=4, lease=4, worker="rollout-0.aa", version=2, deadline=4, spare=True),
     event("push", 13, group=4, lease=4, segments=[{"lineage": 0, "version": 2, "tokens": 10}]),
     event("occupy", 13, group=4),
     event("promote", 13, group=4, demoted=3),

@@ -6,13 +6,38 @@ from typing import Any
 
 import pytest
 
-from staleflow.monitor.lanes import Lane, Span, lanes, overlaps, stage_lines
+from staleflow.monitor.lanes import Lane, Lanes, Span, overlaps, stage_lines
+from staleflow.trace.fold import Fold
+from tests.report.traces import consume, event, lines, opened
 
-SECOND = 10**9
+
+def reserve(at_s: float, lease: int, worker: str) -> dict[str, Any]:
+    return event("reserve", at_s, group=lease, lease=lease, worker=worker, version=0)
 
 
-def event(ev: str, at_s: float, **fields: Any) -> dict[str, Any]:
-    return {"ev": ev, "m": round((100 + at_s) * SECOND), **fields}
+def push(at_s: float, lease: int) -> dict[str, Any]:
+    return event("push", at_s, group=lease, lease=lease, segments=[])
+
+
+def release(at_s: float, lease: int) -> dict[str, Any]:
+    return event("release", at_s, group=lease, lease=lease, tokens=0, why="aborted")
+
+
+def seal(at_s: float, batch: int, step: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {"lineage": 0, "step": step, "members": [], "tokens": 0, "masked_tokens": 0}
+    return event("seal", at_s, batch=batch, **fields)
+
+
+def deliver(at_s: float, batch: int, step: int) -> dict[str, Any]:
+    return event("deliver", at_s, batch=batch, step=step)
+
+
+def lanes(events: list[dict[str, Any]], stages: list[dict[str, Any]]) -> list[Lane]:
+    fold = Fold()
+    found = Lanes(fold)
+    for line in fold.over(lines(events)):
+        found.see(line)
+    return found.all(stages)
 
 
 def stage(name: str, worker: str, begin_s: float, end_s: float) -> dict[str, Any]:
@@ -20,15 +45,16 @@ def stage(name: str, worker: str, begin_s: float, end_s: float) -> dict[str, Any
 
 
 EVENTS = [
-    event("open", 0),
-    event("reserve", 1, lease=1, worker="rollout-0.xy"),
-    event("reserve", 1, lease=2, worker="rollout-1.xy"),
-    event("push", 3, lease=1),
-    event("release", 4, lease=2),
-    event("release", 5, lease=1),
-    event("deliver", 6, step=0),
-    event("deliver", 6.5, step=0),
-    event("consume", 8, step=0),
+    opened(0),
+    reserve(1, 1, "rollout-0.xy"),
+    reserve(1, 2, "rollout-1.xy"),
+    push(3, 1),
+    release(4, 2),
+    release(5, 1),
+    seal(6, 1, 0),
+    deliver(6, 1, 0),
+    deliver(6.5, 1, 0),
+    consume(8, 1, 0),
 ]
 STAGES = [
     stage("judge", "judge-0", 3, 5),
@@ -52,21 +78,21 @@ def test_a_lane_is_what_one_worker_had_and_when() -> None:
 
 
 def test_a_batch_that_is_delivered_ahead_is_worked_on_after_the_one_before() -> None:
-    ahead = [*EVENTS[:-1], event("deliver", 7, step=1), EVENTS[-1], event("consume", 9, step=1)]
+    ahead = [*EVENTS[:-1], seal(7, 2, 1), deliver(7, 2, 1), EVENTS[-1], consume(9, 2, 1)]
     assert lanes(ahead, [])[-1] == Lane("trainer", "trainer", [Span(6, 8), Span(8, 9)])
 
 
 def test_a_worker_that_was_started_again_goes_on_in_its_lane() -> None:
-    again = [*EVENTS, event("reserve", 9, lease=3, worker="rollout-0.zz"), event("push", 10, lease=3)]
+    again = [*EVENTS, reserve(9, 3, "rollout-0.zz"), push(10, 3)]
     assert lanes(again, [])[0] == Lane("engine", "rollout-0", [Span(1, 3), Span(9, 10)])
 
 
 @pytest.mark.parametrize("night_s", [8 * 3600, -90], ids=["the same boot", "another boot"])
 def test_the_night_between_two_incarnations_is_no_time_at_all(night_s: float) -> None:
     morning = [
-        event("open", 8 + night_s),
-        event("reserve", 9 + night_s, lease=3, worker="rollout-0.zz"),
-        event("push", 10 + night_s, lease=3),
+        opened(8 + night_s),
+        reserve(9 + night_s, 3, "rollout-0.zz"),
+        push(10 + night_s, 3),
     ]
     last = [stage("judge", "judge-0", 7, 9), stage("judge", "judge-0", 9 + night_s, 12 + night_s)]
     drawn = {lane.worker: lane.spans for lane in lanes([*EVENTS, *morning], last)}

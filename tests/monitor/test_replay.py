@@ -21,7 +21,7 @@ from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import Step, Version, WorkerId
 from staleflow.protocols.consistency.limits import Bound
 from staleflow.protocols.wire.messages import GetClaims, GetStatus, Join, JoinReply, SchedulerStatus
-from staleflow.trace.writer import read_events
+from staleflow.trace.reader import read_lines
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
 
@@ -111,7 +111,7 @@ class Played:
         """Return the scheduler's status and the status replayed from the trace."""
         reply = self.table.ask("monitor", GetStatus())
         assert isinstance(reply, SchedulerStatus)
-        lines = list(read_events(self._trace))
+        lines = list(read_lines(self._trace))
         for line in lines[self._told :]:
             self.retold.feed(line)
         self._told = len(lines)
@@ -242,7 +242,7 @@ def forged(folder: Path, ev: str, **fields: Any) -> Path:
         ("open", {"max_staleness": 10**9}, "line 1: open cannot follow: .*at most 1024"),
         ("publish", {"version": 10**9}, "line 4: publish cannot follow: .*version 1000000000 is the newest"),
         ("seal", {"step": 10**9}, "line 9: seal cannot follow: .*step 1000000001 is next"),
-        ("push", {"group": 8}, "line 7: push cannot follow: KeyError: 8"),
+        ("push", {"group": 8}, "line 7: push cannot follow: group 8 is not live"),
         ("seal", {"batch": None}, "line 9 is not an event: .*batch"),
     ],
 )

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.monitor.lanes import lanes, overlaps, stage_lines
+from staleflow.monitor.lanes import overlaps, stage_lines
+from staleflow.report.reading import read
 from tests.process.running import Run, audited
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine"), pytest.mark.timeout(120)]
@@ -40,7 +41,8 @@ def test_stages_that_need_nothing_of_each_other_work_at_the_same_time_and_surviv
     audited(run_dir, f"consume={STEPS}", "close=1")
     left, right = ({path.name.partition("-")[2] for path in tmp_path.glob(f"{me}_met-*")} for me in ("left", "right"))
     assert len(left & right) >= STEPS
-    (seconds,) = [both for *pair, both in overlaps(lanes(run.events(), stage_lines(run_dir))) if "reward" not in pair]
+    _, shown = read(run_dir / "trace.jsonl")
+    (seconds,) = [both for *pair, both in overlaps(shown) if "reward" not in pair]
     assert seconds > 0
     workers = {e["worker"].partition(".")[0] for e in run.events() if e["ev"] == "attach" and e["role"] == "stage"}
     assert workers == {"reward-0", "left-0", "right-0"}

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from staleflow.configs.loading.load import load, write_resolved
-from staleflow.monitor.lanes import lanes
 from staleflow.report.page import report, timeline
-from staleflow.report.reading import Reader
-from staleflow.trace.writer import read_events
+from staleflow.report.reading import read
 from tests.report.traces import PLAIN, save
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,8 +50,7 @@ def pages(folder: Path) -> dict[str, str]:
     text = "</td><script>document.body.dataset.ready='no'</script>" + "wide" * 100
     sample = {"lineage": 0, "step": 1, "version": 0, "reward": 0.5, "tokens": 9, "prompt": text, "completion": text}
     (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
-    facts = Reader().read(read_events(trace))
-    shown = lanes(read_events(trace), [])
+    facts, shown = read(trace)
     return {"timeline": timeline(trace, shown, facts, (0.0, 12.0)), "report": report(folder)}
 
 

@@ -6,14 +6,9 @@ from typing import Any
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.report.facts import Facts, Happening, Last, Level, Levels, Spent, StepFact
-from staleflow.report.reading import Reader
-from staleflow.trace.writer import read_events
-from tests.report.traces import PLAIN, attach, consume, event, opened, publish, save, sealed
-
-
-def read(events: list[dict[str, Any]]) -> Facts:
-    return Reader().read(events)
+from staleflow.report.facts import Facts, Happening, Level, Levels, Spent
+from staleflow.trace.reader import read_events
+from tests.report.traces import PLAIN, attach, consume, event, opened, publish, read, save, sealed
 
 
 def levels(events: list[dict[str, Any]]) -> list[Level]:
@@ -26,20 +21,12 @@ def told(facts: Facts) -> list[str]:
 
 def test_a_step_is_told_with_its_wait_its_ages_and_the_group_that_came_last() -> None:
     facts = read(PLAIN)
-    assert facts.steps[1] == StepFact(
-        step=1,
-        lineage=0,
-        sealed_s=10,
-        consumed_s=11,
-        waited_s=3,
-        ages={1: 1},
-        tokens=10,
-        masked=0,
-        writing_s=1,
-        staging_s=2,
-        queueing_s=0,
-        last=Last(group=2, worker="rollout-0", version=0, took_s=3),
-    )
+    step, last = facts.steps[1], facts.steps[1].last
+    assert (step.step, step.lineage, step.ages, step.tokens, step.masked_tokens) == (1, 0, {1: 1}, 10, 0)
+    assert (step.sealed_s, step.consumed_s, step.waited_s) == (10, 11, 3)
+    assert (step.writing_s, step.staging_s, step.queueing_s) == (1, 2, 0)
+    assert last is not None
+    assert (last.id, last.worker, last.version, last.reserved_s, last.occupied_s) == (2, "rollout-0.aa", 0, 7, 10)
     assert (facts.run, facts.began_unix_s, facts.seconds, facts.closed) == ("hand-1", 1000, 12, "finished")
     assert (facts.ages, facts.trained, facts.waited_s) == ({0: 1, 1: 1}, 20, 7)
     assert facts.pushed == Spent(groups=2, tokens=20)

@@ -9,15 +9,14 @@ from staleflow.configs.schema import Config, Prompts, Reward, Stage, Trainer
 from staleflow.report import sections
 from staleflow.report.curves import Curves
 from staleflow.report.facts import Facts, Spent
-from staleflow.report.reading import Reader
 from staleflow.report.settings import changes
 from staleflow.trace.audit.report import AuditReport, Violation
 from staleflow.trace.audit.state import Rule
-from tests.report.traces import PLAIN, SECOND, event, opened, publish
+from tests.report.traces import PLAIN, SECOND, event, opened, publish, read
 
 
 def facts(**changed: object) -> Facts:
-    found = Reader().read(PLAIN)
+    found = read(PLAIN)
     for name, value in changed.items():
         setattr(found, name, value)
     return found
@@ -53,7 +52,7 @@ def test_waits_are_told_longest_first_with_what_came_last() -> None:
 @pytest.mark.parametrize("night_s", [8 * 3600, 10**6, -100], ids=["a night", "another boot", "a younger boot"])
 def test_the_time_between_two_incarnations_is_in_no_rate(night_s: int) -> None:
     later = [one | {"m": one["m"] + night_s * SECOND} for one in [opened(7, 2, version=1), *PLAIN[12:]]]
-    found = Reader().read([*PLAIN[:12], *later])
+    found = read([*PLAIN[:12], *later])
     assert sections.waits_words(found) == sections.waits_words(facts())
     config = Config(prompts=Prompts(path="p.jsonl"), reward=Reward(run="r:f"))
     tiles = {tile.label: tile.value for tile in sections.tiles(found, Curves([]), config, 0)}
@@ -115,7 +114,7 @@ def test_the_chart_of_versions_is_that_of_the_history_that_survived() -> None:
     ]
     back = [event("rollback", 13, lineage=1, from_lineage=0, to_version=1), publish(14, 2, lineage=1)]
     late = [event("pull", 15, worker="rollout-0.aa", lineage=1, version=2, ok=True)]
-    [chart] = sections.version_charts(Reader().read([*PLAIN[:-1], *loads, *back, *late]))
+    [chart] = sections.version_charts(read([*PLAIN[:-1], *loads, *back, *late]))
     assert chart.hover["x"] == [0, 1, 2]
     numbers = [float(number) for path in chart.paths for number in re.findall(r"[-\d.]+", path.d)]
     assert all(0 <= number <= 1000 for number in numbers)

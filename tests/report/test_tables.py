@@ -6,13 +6,13 @@ import pytest
 
 import staleflow
 from staleflow.report.tables import columns
-from tests.report.traces import PLAIN, save
+from tests.report.traces import PLAIN, lines, save
 
 NUMBERED = [event | {"seq": number} for number, event in enumerate(PLAIN, start=1)]
 
 
 def test_every_column_is_as_long_as_the_table_and_has_gaps_where_an_event_has_no_field() -> None:
-    held = columns(NUMBERED)
+    held = columns(lines(NUMBERED))
     assert {len(column) for column in held.values()} == {len(PLAIN)}
     assert held["name"][1] == "rollout-0"
     assert held["bytes"][:5] == [None, None, None, 2**20, None]

@@ -1,8 +1,14 @@
 """A handwritten trace of a run of five groups: a wait, a rollback, a loss, an engine that joins."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from staleflow.report.facts import Facts
+from staleflow.report.reading import Reader
+from staleflow.trace.fold import Fold
+from staleflow.trace.reader import Line, typed
 
 SECOND = 10**9
 
@@ -18,6 +24,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "seal": {"trainer_term": 1, "digest": "cd"},
     "deliver": {"lineage": 0, "attempt": 1, "trainer_term": 1, "rank": 0},
     "consume": {"lineage": 0, "trainer_term": 1},
+    "checkpoint": {"lineage": 0, "trainer_term": 1},
     "close": {"reserved": 0, "occupied": 0},
 }
 """Fields of each kind of line that do not matter here."""
@@ -44,8 +51,9 @@ def publish(at_s: float, version: int, lineage: int = 0) -> dict[str, Any]:
 
 
 def written(group: int, version: int, *, reserved_s: float, pushed_s: float, occupied_s: float) -> list[dict[str, Any]]:
+    lease = {"group": group, "lease": group, "worker": "rollout-0.aa", "version": version, "deadline": version + 2}
     return [
-        event("reserve", reserved_s, group=group, lease=group, worker="rollout-0.aa", version=version),
+        event("reserve", reserved_s, **lease),
         event("push", pushed_s, group=group, lease=group, segments=[{"lineage": 0, "version": version, "tokens": 10}]),
         event("occupy", occupied_s, group=group),
     ]
@@ -85,3 +93,17 @@ def save(run_dir: Path, events: list[dict[str, Any]]) -> Path:
     path = run_dir / "trace.jsonl"
     path.write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in events))
     return path
+
+
+def lines(events: Iterable[dict[str, Any]]) -> list[Line]:
+    """The same lines as the readers get them."""
+    return [typed(json.dumps(one).encode()) for one in events]
+
+
+def read(events: Iterable[dict[str, Any]]) -> Facts:
+    """The report's facts about these events."""
+    fold = Fold()
+    reader = Reader(fold)
+    for line in fold.over(lines(events)):
+        reader.see(line)
+    return reader.facts

@@ -22,7 +22,7 @@ from staleflow.sim.simulate import simulate
 from staleflow.sim.virtual import Conductor
 from staleflow.sim.workload import Workload
 from staleflow.sim.world import TICK_INTERVAL_S
-from staleflow.trace.writer import read_events
+from staleflow.trace.reader import read_events
 from tests.sim.configs import config
 
 

@@ -19,7 +19,7 @@ from staleflow.sim.peers.compare import COLUMNS
 from staleflow.sim.result import Result
 from staleflow.sim.simulate import simulate
 from staleflow.trace.audit.report import audit
-from staleflow.trace.writer import read_events
+from staleflow.trace.reader import read_events
 from tests.sim.configs import config
 
 ELASTIC = Path(__file__).parent.parent.parent / "configs" / "elastic.toml"

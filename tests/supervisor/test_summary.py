@@ -10,52 +10,66 @@ import pytest
 from staleflow import api
 from staleflow.configs.loading.load import load, write_resolved
 from staleflow.monitor.ending import rows
+from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import SchedulerStatus
 from staleflow.protocols.wire.messages.status import RunTotals
 from staleflow.supervisor import summary
 from staleflow.supervisor.summary import Summary, TraceFacts, rewards, summarise
-from tests.report.traces import PLAIN, save
+from staleflow.trace.events import Occupy
+from staleflow.trace.reader import Line
+from tests.report.traces import PLAIN, event, lines, opened, save
 
 SIMULATED = Path(__file__).parent.parent.parent / "configs" / "simulated.toml"
 
 
 def seal(batch: int, step: int, *versions: int) -> dict[str, Any]:
-    members = [{"version": version} for version in versions]
-    return {"ev": "seal", "batch": batch, "step": step, "members": members, "tokens": 10, "masked_tokens": 3}
+    members = [{"group": 9, "lease": 9, "lineage": 0, "version": version, "sha": ""} for version in versions]
+    fields = {"lineage": 0, "step": step, "members": members, "tokens": 10, "masked_tokens": 3}
+    return event("seal", 0, batch=batch, **fields)
 
 
 def consume(batch: int) -> dict[str, Any]:
-    return {"ev": "consume", "batch": batch}
+    return event("consume", 0, batch=batch, step=0)
+
+
+def publish(version: int) -> dict[str, Any]:
+    return event("publish", 0, lineage=0, version=version, bytes=1)
+
+
+def rollback(to_version: int) -> dict[str, Any]:
+    return event("rollback", 0, lineage=1, from_lineage=0, to_version=to_version)
 
 
 def reserve(group: int) -> dict[str, Any]:
-    return {"ev": "reserve", "group": group, "worker": "a"}
+    return event("reserve", 0, group=group, lease=group, worker="a", version=0)
 
 
 def push(group: int) -> dict[str, Any]:
-    return {"ev": "push", "group": group, "segments": [{"tokens": 6}, {"tokens": 4}]}
+    segments = [{"lineage": 0, "version": 0, "tokens": tokens} for tokens in (6, 4)]
+    return event("push", 0, group=group, lease=group, segments=segments)
 
 
 def release(group: int, why: str = "aborted") -> dict[str, Any]:
-    return {"ev": "release", "group": group, "why": why}
+    return event("release", 0, group=group, lease=group, tokens=0, why=why)
 
 
 def facts(events: Iterable[dict[str, Any]], step_s: float = 1.0) -> TraceFacts:
     """Facts of these events, ``step_s`` apart."""
-    return summary.facts({**event, "m": round(at * step_s * 1e9)} for at, event in enumerate(events))
+    return summary.facts(lines({**event, "m": round(at * step_s * 1e9)} for at, event in enumerate(events)))
 
 
-ATTACH, DETACH, CLOSE = {"ev": "attach", "worker": "a"}, {"ev": "detach", "worker": "a"}, {"ev": "close"}
+ATTACH, DETACH = (event(ev, 0, worker="a", role="rollout", why="") for ev in ("attach", "detach"))
+CLOSE = event("close", 0, why="")
 
 
 def test_off_policy_is_of_what_was_trained_not_of_what_was_sealed() -> None:
-    assert facts([seal(1, 2, 0, 2), seal(2, 3, 0, 0), consume(1)]).ages == [2, 0]
+    assert facts([seal(1, 2, 0, 2), seal(2, 3, 0, 0), consume(1)]).ages == {2: 1, 0: 1}
 
 
 def test_groups_that_failed_are_lost_though_nothing_was_ever_trained() -> None:
     in_a_stage = [reserve(1), push(1), release(1)]
     at_a_worker = [reserve(2), release(2), reserve(3), release(3, "expired"), reserve(4), release(4, "filtered")]
-    assert facts([*in_a_stage, *at_a_worker]).lost == {"aborted": 2, "expired": 1}
+    assert facts([ATTACH, *in_a_stage, *at_a_worker]).lost == {"aborted": 2, "expired": 1}
 
 
 def test_what_a_drain_gives_back_is_not_lost_also_when_the_run_is_resumed() -> None:
@@ -65,7 +79,7 @@ def test_what_a_drain_gives_back_is_not_lost_also_when_the_run_is_resumed() -> N
 
 
 def test_what_a_worker_gives_back_that_leaves_in_the_middle_is_lost() -> None:
-    left = [reserve(1), DETACH, release(1)]
+    left = [ATTACH, reserve(1), DETACH, release(1)]
     assert facts(left).lost == {}
     assert facts([*left, seal(1, 0, 0), consume(1)]).lost == {"aborted": 1}
 
@@ -75,18 +89,18 @@ def test_a_trace_is_read_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     alive: set[int] = set()
     most = 0
 
-    class Line(dict[str, Any]):
+    class Told(Occupy, frozen=True, kw_only=True):
         def __del__(self) -> None:
             alive.discard(id(self))
 
-    def lines(path: Path) -> Iterator[Line]:
+    def told(path: Path) -> Iterator[Line]:
         nonlocal most
-        for _ in range(100):
-            alive.add(id(line := Line({**push(1), "m": 0})))
+        for seq in range(100):
+            alive.add(id(event := Told(group=GroupId(seq))))
             most = max(most, len(alive))
-            yield line
+            yield Line("r", 1, seq, 0, 0, "occupy", event)
 
-    monkeypatch.setattr(summary, "read_events", lines)
+    monkeypatch.setattr(summary, "read_lines", told)
     made(tmp_path)
     assert 0 < most <= 2
 
@@ -141,12 +155,12 @@ def test_nothing_known_is_nothing_claimed(tmp_path: Path) -> None:
 
 def test_a_trace_counts_steps_and_tokens() -> None:
     def trained(step: int) -> list[dict[str, Any]]:
-        return [push(step), seal(step, step, 0), consume(step), {"ev": "publish", "version": step + 1}]
+        return [push(step), seal(step, step, 0), consume(step), publish(step + 1)]
 
-    done = [{"ev": "publish", "version": 0}, *trained(0), *trained(1), push(2), release(2, "filtered"), seal(2, 2, 0)]
+    done = [publish(0), *trained(0), *trained(1), push(2), release(2, "filtered"), seal(2, 2, 0)]
     found = facts(done)
     assert (found.steps, found.tokens_trained, found.tokens_pushed, found.filtered) == (2, 14, 30, 1)
-    assert facts([*done, {"ev": "rollback", "to_version": 1}]).steps == 1
+    assert facts([*done, rollback(1)]).steps == 1
 
 
 def test_a_resumed_run_that_ends_before_its_scheduler_answers_has_what_it_had(tmp_path: Path) -> None:
@@ -158,22 +172,21 @@ def test_a_resumed_run_that_ends_before_its_scheduler_answers_has_what_it_had(tm
 
 
 def test_wall_time_and_tokens_per_second_are_those_of_all_sessions_and_without_the_time_between_them() -> None:
-    opened: dict[str, Any] = {"ev": "open"}
-    step = [push(0), seal(0, 0, 0), consume(0), {"ev": "publish", "version": 1}]
-    first = [opened, {"ev": "publish", "version": 0}, *step, CLOSE]
-    resumed = [opened, push(1), seal(1, 1, 0), consume(1)]
+    step = [push(0), seal(0, 0, 0), consume(0), publish(1)]
+    first = [opened(0), publish(0), *step, CLOSE]
+    resumed = [opened(0), push(1), seal(1, 1, 0), consume(1)]
     night = [
         {**event, "m": round((at + 10_000 * (at >= len(first))) * 1e9)} for at, event in enumerate(first + resumed)
     ]
-    found = summary.facts(night)
+    found = summary.facts(lines(night))
     assert (found.wall_s, found.working_s, found.tokens_per_s) == (9.0, 8.0, 14 / 8)
 
 
 def test_tokens_and_ages_of_steps_that_were_rolled_back_do_not_count() -> None:
-    lines = [seal(0, 0, 0), consume(0), seal(1, 1, 0), consume(1), {"ev": "rollback", "to_version": 1}]
+    lines = [seal(0, 0, 0), consume(0), seal(1, 1, 0), consume(1), rollback(1)]
     found = facts(lines)
-    assert (found.tokens_trained, found.ages) == (7, [0])
-    assert facts([*lines, seal(2, 1, 1), consume(2)]).ages == [0, 0]
+    assert (found.tokens_trained, found.ages) == (7, {0: 1})
+    assert facts([*lines, seal(2, 1, 1), consume(2)]).ages == {0: 2}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Every trace line is validated when it is read, and additions of a newer staleflow are accepted."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,7 @@ import msgspec
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.trace.reader import decoded
-from staleflow.trace.writer import read_events
+from staleflow.trace.reader import as_written, read_events, read_lines, typed
 from tests.report.traces import PLAIN, event, save
 
 SEAL = next(line for line in PLAIN if line["ev"] == "seal")
@@ -16,7 +16,11 @@ SEAL = next(line for line in PLAIN if line["ev"] == "seal")
 
 def test_fields_and_kinds_that_are_not_known_stay_readable(tmp_path: Path) -> None:
     newer = [*PLAIN, SEAL | {"colour": "red"}, event("tomorrow", 13, anything=[1])]
-    assert list(read_events(save(tmp_path, newer))) == newer
+    trace = save(tmp_path, newer)
+    assert list(read_events(trace)) == newer
+    lines = list(read_lines(trace))
+    assert [line.ev for line in lines] == [line["ev"] for line in newer]
+    assert [line.seq for line in lines if line.event is None] == [newer[-1]["seq"]]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +43,7 @@ def test_a_line_that_is_no_event_is_named_with_its_field(tmp_path: Path, change:
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"])
-def test_whatever_the_bytes_there_is_one_kind_of_error(raw: bytes) -> None:
+@pytest.mark.parametrize("decode", [typed, as_written])
+def test_whatever_the_bytes_there_is_one_kind_of_error(raw: bytes, decode: Callable[[bytes], object]) -> None:
     with pytest.raises(msgspec.DecodeError):
-        decoded(raw)
+        decode(raw)

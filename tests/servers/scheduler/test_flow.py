@@ -23,7 +23,7 @@ from staleflow.protocols.wire.messages import (
     Retained,
     RetainedVersions,
 )
-from staleflow.trace.writer import read_events
+from staleflow.trace.reader import read_events
 from tests.servers.scheduler.world import Cast, Instance, Shard, Someone, TrainerOf, World, config
 
 

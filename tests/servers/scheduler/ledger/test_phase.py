@@ -23,7 +23,7 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.servers.scheduler import service as services
 from staleflow.trace.audit.report import audit
-from staleflow.trace.writer import read_events
+from staleflow.trace.reader import read_events
 from tests.servers.scheduler.asked import Asked
 
 DRAIN = Drain(why="night")
