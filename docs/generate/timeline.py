@@ -71,7 +71,7 @@ def timeline() -> str:
     observed = _observe(_events())
     end_s = max(observed.ended.values())
     parts = list(_parts(observed, (WIDTH - LEFT - 10) / end_s, end_s))
-    return picture(WIDTH, 216, parts, "two engines write, the trainer trains what is at most one version old")
+    return picture(WIDTH, 216, parts, "Two engines generate; the trainer trains on data at most one version old")
 
 
 def _events() -> Iterator[dict[str, object]]:
