@@ -1,7 +1,7 @@
 """The lifecycle of a trainer: resume, join, then batch after batch until the last step. No torch or sockets here.
 
 Consumes and waits for: the sealed batch of step k. Produces: version k + 1, which ends batch k. A trainer that is
-killed at any point restarts from its newest complete checkpoint and is served the same batches again.
+killed at any point restarts from its newest complete checkpoint and gets the batch of that step again, byte for byte.
 
 A step whose loss or gradient is not finite changes only the version number: its batch is consumed, and the weights are
 published unchanged. The third such step in a row is not consumed, and the run stops with its batch kept.

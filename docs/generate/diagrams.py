@@ -9,7 +9,7 @@ SMALL = "middle small"
 
 def architecture() -> str:
     """The processes of a run and their messages."""
-    return picture(1000, 560, _architecture(), "Rollout workers, servers, stage workers and the trainer of a run")
+    return picture(1000, 730, _architecture(), "Processes of a run and the requests that they send to each other")
 
 
 def machines() -> str:
@@ -37,28 +37,54 @@ def _across(x1: float, x2: float, y: float, text: str) -> Iterator[str]:
 
 
 def _architecture() -> Iterator[str]:
-    yield from _node(20, 40, 150, 350, "rollout workers", "vLLM or transformers", "engine")
-    yield from _node(830, 40, 150, 350, "trainer", "torch, FSDP2 or", "DeepSpeed ranks")
-    yield from _node(420, 40, 210, 84, "scheduler", "ledger · strategies · trace", "(LMDB)")
-    yield from _node(470, 170, 160, 84, "parameter server", "versions (files,", "mapped)")
-    yield from _node(420, 306, 210, 84, "trajectory servers", "payload · stage queue", "(LMDB)")
-    yield from _node(420, 456, 210, 84, "stage workers", "reward · reference · critic ·", "your own")
-    yield from _across(416, 174, 66, "assign · pull · interrupt · abort")
-    yield from _across(174, 416, 104, "reports")
-    yield from _across(466, 174, 212, "weights")
-    yield from _across(416, 174, 330, "prompt rows, samples that move")
-    yield from _across(174, 416, 370, "finished groups, samples that move")
-    yield from _across(634, 826, 82, "sealed batch (names)")
-    yield from _across(826, 634, 212, "new version")
-    yield from _across(634, 826, 348, "payload of the batch")
-    yield pointer(550, 166, 550, 128)
-    yield words(560, 152, "register version", "small")
-    yield pointer(440, 302, 440, 128)
-    yield words(448, 286, "register push · occupy · release", "small")
-    yield pointer(480, 394, 480, 452)
-    yield words(470, 428, "groups", "end small")
-    yield pointer(570, 452, 570, 394)
-    yield words(580, 428, "columns: rewards, values a token", "small")
+    yield from _node(20, 40, 140, 540, "rollout workers", "one per engine", "(vLLM, transformers)")
+    yield from _node(840, 40, 140, 540, "trainer", "one process per rank", "(torch, FSDP2,", "DeepSpeed)")
+    yield from _node(415, 40, 200, 190, "scheduler", "ledger · strategies · trace", "(LMDB)")
+    yield from _node(480, 290, 135, 80, "parameter server", "versions (files)")
+    yield from _node(
+        415, 440, 200, 140, "trajectory servers", "one process per shard", "payload · stage queue", "(LMDB, files)"
+    )
+    yield from _node(415, 650, 200, 70, "stage workers", "reward · reference · critic ·", "your own")
+    for y, request, content in (
+        (76, "Report", "reply: assign, pull, interrupt, abort, yield"),
+        (134, "Operations", "release, yield"),
+        (192, "Pulled", "loaded version"),
+    ):
+        yield from _request(164, 411, y, request, content, "dotted")
+    for y, request, content in (
+        (76, "Join", "checkpoint to continue from"),
+        (134, "GetBatch", "reply: names of the sealed batch"),
+        (192, "RegisterCheckpoint", "version"),
+    ):
+        yield from _request(836, 619, y, request, content, "dotted")
+    yield from _request(164, 476, 330, "GetManifest, GetChunk", "reply: weights")
+    yield from _request(836, 619, 330, "BeginPublish … CommitPublish", "new weights")
+    yield from _request(164, 411, 466, "GetRows", "reply: prompt rows, samples that move")
+    yield from _request(164, 411, 514, "PushGroups", "finished groups")
+    yield from _request(164, 411, 562, "PutPartial", "samples that move")
+    yield from _request(836, 619, 510, "GetGroups", "reply: payload of the batch")
+    yield pointer(547, 286, 547, 234, "dotted")
+    yield words(556, 264, "RegisterVersion", "small")
+    yield pointer(440, 436, 440, 234, "dotted")
+    yield words(448, 400, "Operations", "small")
+    yield words(448, 415, "register push, occupy, release", "small")
+    yield pointer(470, 646, 470, 584)
+    yield words(462, 612, "GetStageWork", "end small")
+    yield words(462, 627, "reply: groups", "end small")
+    yield pointer(560, 646, 560, 584)
+    yield words(568, 612, "PutStageResults", "small")
+    yield words(568, 627, "columns, such as rewards", "small")
+    yield pointer(20, 670, 70, 670, "dotted")
+    yield words(80, 674, "request and reply carry names and numbers", "small")
+    yield pointer(20, 700, 70, 700)
+    yield words(80, 704, "request or reply carries payload or weights", "small")
+
+
+def _request(x1: float, x2: float, y: float, request: str, content: str, kind: str = "line") -> Iterator[str]:
+    """An arrow from the process that sends the request, with the request above and the content below it."""
+    yield words((x1 + x2) / 2, y - 6, request, SMALL)
+    yield words((x1 + x2) / 2, y + 15, content, SMALL)
+    yield pointer(x1, y, x2, y, kind)
 
 
 def _machines() -> Iterator[str]:
@@ -75,7 +101,7 @@ def _machines() -> Iterator[str]:
     yield from _node(760, 115, 180, 115, "ranks of the trainer")
     yield from _node(760, 245, 180, 50, "stages with a model")
     yield from _across(244, 396, 140, "groups")
-    yield from _across(396, 244, 205, "weights, once a machine")
+    yield from _across(396, 244, 205, "weights, once per machine")
     yield from _across(604, 756, 140, "sealed batch")
     yield from _across(756, 604, 205, "new version")
 

@@ -6,8 +6,8 @@ from docs.generate.svg import arrow, box, picture, words
 from staleflow.protocols.consistency.groups import State
 
 STEPS = (
-    (State.LEASED, "an engine writes it", "push"),
-    (State.PUSHED, "payload durable, stages judge it", "occupy"),
+    (State.LEASED, "a rollout worker generates it", "push"),
+    (State.PUSHED, "payload stored, stages run", "occupy"),
     (State.OCCUPIED, "ready to train", "seal"),
     (State.SEALED, "in the batch of a step", "consume"),
     (State.CONSUMED, "trained once", ""),

@@ -11,6 +11,7 @@ text { font: 13px system-ui, sans-serif; fill: #222 }
 .middle { text-anchor: middle }
 .end { text-anchor: end }
 .line { stroke: #888; fill: none; stroke-width: 1.3 }
+.dotted { stroke: #888; fill: none; stroke-width: 1.6; stroke-dasharray: 2 4 }
 .empty { fill: none; stroke: #bbb; stroke-dasharray: 3 3 }
 .box { fill: #f4f4f6; stroke: #999 }
 .leased { fill: #fff; stroke: #3b6ea5; stroke-width: 1.6 }
@@ -52,9 +53,10 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<path class="line" d="M{x1:g} {y1:g}L{x2:g} {y2:g}{wings}"/>'
 
 
-def pointer(x1: float, y1: float, x2: float, y2: float) -> str:
-    """An arrow in any direction."""
+def pointer(x1: float, y1: float, x2: float, y2: float, kind: str = "line") -> str:
+    """An arrow in any direction; ``kind`` is the style of its shaft."""
     angle = math.atan2(y2 - y1, x2 - x1)
     wings = [(x2 - 8 * math.cos(angle + turn), y2 - 8 * math.sin(angle + turn)) for turn in (0.5, -0.5)]
     head = "L".join((f"{wings[0][0]:.1f} {wings[0][1]:.1f}", f"{x2:g} {y2:g}", f"{wings[1][0]:.1f} {wings[1][1]:.1f}"))
-    return f'<path class="line" d="M{x1:g} {y1:g}L{x2:g} {y2:g}M{head}"/>'
+    shaft = f'<path class="{kind}" d="M{x1:g} {y1:g}L{x2:g} {y2:g}"/>'
+    return f'{shaft}<path class="line" d="M{head}"/>'

@@ -50,7 +50,7 @@ def timeline() -> str:
     groups, steps = _observe()
     end_s = max(step.consumed_s for step in steps)
     parts = list(_parts(groups, steps, (WIDTH - LEFT - 10) / end_s, end_s))
-    return picture(WIDTH, 216, parts, "two engines write, the trainer trains what is at most one version old")
+    return picture(WIDTH, 216, parts, "Two engines generate; the trainer trains on data at most one version old")
 
 
 def _observe() -> tuple[list[TracedGroup], list[Batch]]:

@@ -31,7 +31,7 @@ Columns = dict[int, list[tuple[Seat, Version]]]
 """Groups that have a place in each step, by step."""
 
 LEGEND = {
-    Seat.LEASED: "leased: being written",
+    Seat.LEASED: "leased: being generated",
     Seat.OCCUPIED: "ready to train",
     Seat.PINNED: "pins its step",
     Seat.SEALED: "being trained",
