@@ -264,7 +264,7 @@ class TrajectoryService:
         is rejected as a whole, so that the client retries it until there is room.
         """
         if self._draining:
-            raise Refused(Code.BUSY, "the trajectory server is draining")
+            raise Refused(Code.BUSY, "the trajectory server is stopping")
         if why := self._no_room(probe=not body.items):
             if not body.items:
                 raise Refused(Code.BUSY, why)
@@ -318,7 +318,7 @@ class TrajectoryService:
         if slabs is None:
             call.reply(Slab(folder="", name="", nbytes=0, known=[]))
         elif self._draining:
-            raise Refused(Code.BUSY, "the trajectory server is draining")
+            raise Refused(Code.BUSY, "the trajectory server is stopping")
         else:
             call.reply(slabs.give(body, self._shard.slab_room()))
 
