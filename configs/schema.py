@@ -91,7 +91,7 @@ class Reward(Section, frozen=True, kw_only=True):
     many rewards a second: a lower number spares the judge's endpoint, and may make the reward the bottleneck of the
     run."""
     batch: Groups = 16
-    """Minimum number of groups of one trajectory server that a worker has at once; with an ``async def``, as many as
+    """Minimum number of groups per trajectory server that a worker prefetches; with an ``async def``, as many as
     ``concurrency`` allows calls for. Each finished group is replaced by another one."""
     probe: bool = True
     """Call the function once before the run starts, on the first prompt, with the completion ``42`` and 0 for each
@@ -127,7 +127,7 @@ class Stage(Section, frozen=True, kw_only=True):
     one call at a time. A lower number spares the service that the stage calls, and may make the stage the bottleneck of
     the run."""
     batch: Groups = 16
-    """Minimum number of groups of one trajectory server that a worker has at once; with an ``async def`` at least
+    """Minimum number of groups per trajectory server that a worker prefetches; with an ``async def`` at least
     ``concurrency``, all in progress. Each finished group is replaced by another one."""
     timeout_s: Seconds = 60.0
     """Maximum seconds of one call. A call that exceeds it is killed and counts as failed."""
@@ -209,7 +209,7 @@ class Staleness(Section, frozen=True, kw_only=True):
     on_overdue: OnOverdue = OnOverdue.WAIT
     """Policy for groups that keep a waiting trainer from its batch (trajectory bound). ``wait``: the trainer waits and
     no token is lost. ``truncate``: they end with the tokens they have. ``retry``: they restart with the newest version.
-    ``drop``: they are discarded, and their prompts are dealt again a batch later. All but ``wait`` favour short
+    ``drop``: they are released, and their prompts are scheduled again a batch later. All but ``wait`` favour short
     completions; the metric ``staleness/length_bias`` shows by how much."""
     min_trainable: Share = 0.0
     """Token bound: minimum share of trainable tokens; a group with a smaller share is dropped."""

@@ -60,7 +60,7 @@ def run(
     ``config``: a file, or the result of ``load``. ``overrides``: ``"trainer.steps=4"``, as on the command line.
     ``run_dir``: default ``runs/NAME-TIMESTAMP``. ``resume``: continue there; a finished run is unchanged.
     ``progress``: print a line every few seconds.
-    An interrupt (Ctrl-C, a notebook's stop button) drains the run, and is the result's ``outcome``.
+    An interrupt (Ctrl-C, a notebook's stop button) stops the run, and is the result's ``outcome``.
 
     Raise ``ConfigError`` for an invalid configuration before any process starts.
     """

@@ -68,7 +68,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError("configuration file", str(path), "no such file") from None
+        raise ConfigError("configuration file", str(path), "no such file or run directory") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("configuration file", str(path), f"it must be TOML: {error}") from error
     except OSError as error:

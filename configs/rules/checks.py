@@ -70,7 +70,8 @@ def _model(config: Config) -> None:
 def _prompts(config: Config) -> None:
     prompts = config.prompts
     if prompts.path and prompts.source:
-        raise ConfigError("prompts.path", prompts.path, "with prompts.source there must be only one of the two")
+        allowed = "with prompts.source there must be only one of the two; prompts.path= leaves this one out"
+        raise ConfigError("prompts.path", prompts.path, allowed)
     if not prompts.path and not prompts.source:
         raise ConfigError("prompts.path", MISSING, "it must be a .jsonl or .parquet file, or prompts.source be set")
     if prompts.eval_path and prompts.eval_source:

@@ -48,5 +48,5 @@ def _group_alone(key: str, value: str, names: tuple[str, ...]) -> None:
     """
     batch, named = WHOLE_BATCH[key], ", ".join(f'"{name}"' for name in names if name not in WHOLE_BATCH[key])
     if value in batch or (key == "advantage" and ":" in value):
-        allowed = f"trainer.streaming has only some groups at a time, and this may need the whole batch: {named}"
+        allowed = f"it may need the whole batch; with trainer.streaming it must be one of {named}"
         raise ConfigError(f"trainer.algorithm.{key}", value, allowed)

@@ -77,12 +77,13 @@ def check_chain(trace: Path) -> None:
 
 - The current lineage and version are those of the last `publish` or `rollback` (`lineage`, `to_version`). The next step
   to seal is one above the last `seal`; `rollback` sets it to `to_version`, `unseal` to the step of its batch.
-- A version of a lineage survives if it is at most the current version and, on the way back from the current lineage
-  along `from_lineage`, at most the `to_version` of each `rollback` that is passed. A lineage that is not met is gone.
+- To check whether a version of a lineage survives, start at the current lineage with the current version as the limit.
+  Follow the rollbacks back (`lineage` to `from_lineage`), lowering the limit to `to_version` at each, until the lineage
+  is reached. The version survives if it is at most the limit. A lineage that is never reached is abandoned.
 - `rollback` and `unseal` return the members of batches from that step on to occupied, in their old order, and undo all
   claims. Groups with any token of a version that does not survive then leave as `release` or `drop`, `rollback`.
-- A batch may be sealed again until no kept checkpoint is older: `checkpoint` discards consumed batches of steps below
-  its `version`.
+- The batch of step k can be sealed again as long as a kept checkpoint has a version ≤ k: `checkpoint` discards consumed
+  batches of steps below its `version`.
 - `tokens` of a `seal` is the sum over the segments of its members. `masked_tokens` counts the segments with
   `version` < `step` - `max_staleness`; under the trajectory bound no member has such a segment.
 - Outside a rollback, reserves = releases + occupies + leased + pushed, and occupies = drops + occupied + sealed +
@@ -91,19 +92,25 @@ def check_chain(trace: Path) -> None:
 
 EVENTS = {
     "open": "An incarnation of the scheduler starts.",
-    "auth": "A process requested to attach, or a handshake failed. At most one line per second for a peer.",
+    "auth": "A process requested to attach, or a handshake failed. At most one line per second and peer.",
     "attach": "A process attached, or returned after silence.",
     "detach": "A process left, was replaced, or fell silent. Leases of a silent worker last until they expire.",
     "publish": "A version of the weights is published. Versions are dense: each is the previous one plus 1.",
-    "pull": "A rollout worker reported a load of a published version. Failures and repeats: at most one line a second.",
+    "pull": (
+        "A rollout worker reported that it loaded, or failed to load, a published version. Failures and repeats: at "
+        "most one line per second."
+    ),
     "join": "A trainer joined and fenced every older term.",
     "rollback": "A trainer resumed from an older checkpoint; later versions are abandoned.",
     "reserve": "A group is leased to a worker.",
     "promote": "An occupied spare becomes a counted group, in a free place or in that of `demoted`.",
     "push": "The payload of a group is durable.",
     "occupy": "All stages of a group are done; it is ready to train.",
-    "release": "A leased or pushed group is abandoned. Its id may return, except after `filtered` or `surplus`.",
-    "drop": "An occupied group is abandoned. Its id is never leased again.",
+    "release": (
+        "A leased or pushed group is given up. Its id may return, except after `filtered`, `surplus` or repeated "
+        "failures."
+    ),
+    "drop": "An occupied group is given up. Its id is never leased again.",
     "seal": "A batch is fixed for a step: claimed groups first, then by deadline and order of occupation.",
     "claim": "An occupied group is fixed as the next member of a batch that is not sealed yet (streaming).",
     "unseal": "A sealed batch, and every later one, is dissolved; its members are occupied again.",
@@ -119,7 +126,7 @@ FIELDS = {
     "attempt": ("", "1 for the first delivery of this batch to this rank, then 2, 3, …"),
     "batch": ("", "batch id; strictly increasing from 1, never reused: a batch that is sealed again has another id"),
     "batch_size": ("groups", "groups of a batch"),
-    "bound": ("", "object of the bound: every token of a trained group, or every trained token"),
+    "bound": ("", "what the bound applies to: every token of a group, or only trained tokens (older ones are masked)"),
     "checkpoint": ("", "checkpoint that the trainer starts from"),
     "code": ("", f"refusal code: {', '.join(f'`{code}`' for code in Code)}"),
     "config_sha": ("", "hex SHA-256 of the configuration of this session"),
@@ -215,7 +222,7 @@ def trace() -> Iterator[str]:
         "",
         "`staleflow trace check` verifies the chain, the numbering, the types, and these rules. A report lists how",
     )
-    yield from ("often each had something to check; a trace in which a rule had nothing to check says so.", "")
+    yield from ("often each had something to check, and names the rules that had nothing to check.", "")
     yield from ("| rule | meaning |", "|---|---|", *(f"| `{rule.name}` | {rule.value} |" for rule in Rule))
 
 

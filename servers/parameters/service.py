@@ -136,7 +136,7 @@ class ParameterService(Service):
 
     async def _begin(self, call: Call, ask: BeginPublish) -> BeginPublishReply:
         if self._draining:
-            raise Refused(Code.BUSY, "the parameter server is draining")
+            raise Refused(Code.BUSY, "the parameter server is stopping")
         if not 0 <= ask.nbytes <= MAX_BYTES:
             raise Refused(Code.MALFORMED, f"the version has {ask.nbytes} bytes; 0 to {MAX_BYTES} are allowed")
         if self._uploads.is_newest(ask.trainer_term):
@@ -258,7 +258,7 @@ class ParameterService(Service):
     def _join(self, call: Call, ask: JoinRelays) -> Sources:
         """Add or refresh a relay in the tree and return its sources."""
         if self._draining or not self.run:
-            raise Refused(Code.BUSY, "the parameter server is starting, or draining")
+            raise Refused(Code.BUSY, "the parameter server is starting, or stopping")
         if ask.run != self.run:
             raise Refused(Code.CONFLICT, f'the relay is of run "{ask.run}"; this is run "{self.run}"')
         _check_endpoint(ask.endpoint)

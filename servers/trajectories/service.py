@@ -256,7 +256,7 @@ class TrajectoryService(Service):
         is rejected as a whole, so that the client retries it until there is room.
         """
         if self._draining:
-            raise Refused(Code.BUSY, "the trajectory server is draining")
+            raise Refused(Code.BUSY, "the trajectory server is stopping")
         if why := self._no_room(probe=not body.items):
             if not body.items:
                 raise Refused(Code.BUSY, why)
@@ -310,7 +310,7 @@ class TrajectoryService(Service):
         if slabs is None:
             return Slab(folder="", name="", nbytes=0, known=[])
         if self._draining:
-            raise Refused(Code.BUSY, "the trajectory server is draining")
+            raise Refused(Code.BUSY, "the trajectory server is stopping")
         return slabs.give(body, self._shard.slab_room())
 
     def _finish(self, call: Call, body: PutStageResults) -> None:

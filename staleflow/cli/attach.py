@@ -32,7 +32,7 @@ ROLE_OPTIONS = {
     "--nproc",
     type=click.IntRange(1, 64),
     metavar="N",
-    help="Trainer ranks on this machine. Default: trainer.nproc. torchrun works, too.",
+    help="Trainer ranks on this machine (default: trainer.nproc). Under torchrun, leave it out.",
 )
 @click.option("--bind", metavar="ADDRESS", help="Address on which a relay listens. Default: a free loopback port.")
 @click.option(
@@ -62,8 +62,9 @@ def command(
     """Attach a worker to a run: a rollout engine, a stage worker (reward, or --stage), the trainer, or a relay, which
     distributes weights to nearby workers.
 
-    On the machine of the run, --run-dir is enough; with --connect the scheduler supplies everything else. The worker
-    waits for servers that have not started yet. If the run has ended, the worker exits with the run's outcome.
+    On the machine of the run, --run-dir is enough; with --connect the scheduler supplies everything else, also the
+    configuration. The worker waits for servers that have not started yet. If the run has ended, the worker exits with
+    the run's outcome.
 
     \b
     Examples:

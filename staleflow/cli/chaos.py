@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 KINDS = ("kill", "stop", "term", "flip")
 
 
-@click.command("chaos", short_help="Inject faults: kill, stop and corrupt processes of a run.")
+@click.command("chaos", short_help="Inject faults: kill or stop processes, flip stored bits.")
 @click.argument("run_dir", type=options.DIRECTORY)
 @click.option(
     "--kind",
@@ -28,7 +28,7 @@ KINDS = ("kill", "stop", "term", "flip")
     "--only",
     multiple=True,
     metavar="NAME",
-    help="Target processes whose name starts so; repeatable.",
+    help="Only processes whose name starts with NAME; repeatable.",
 )
 @click.option(
     "--every",

@@ -24,9 +24,9 @@ def command(overrides: tuple[str, ...], config_file: Path | None, run_dir: Path,
     """Check Python, torch and its device, engines, disk, memory, limits and sockets; with --config, also the needs of
     that run.
 
-    Prints what this machine can run and what to install for the rest. With --measure, all processes of a run work for
-    ten seconds with an engine and a trainer that have no model. The result is the throughput between them in
-    trajectories per second and, with --config, the steps per minute that this allows.
+    Prints what this machine can run and what to install for the rest. --measure runs the whole service for ten seconds
+    with a simulated engine and a simulated trainer. The result is the throughput between them in trajectories per
+    second and, with --config, the steps per minute that this allows.
 
     The exit code is 1 if a check fails that a run needs.
 

@@ -7,7 +7,7 @@ import click
 from staleflow.cli import options
 
 
-@click.command("drain", short_help="Stop a run early; groups in flight are still trained and saved.")
+@click.command("drain", short_help="Stop a run early: finish groups, train full batches, save.")
 @click.argument("run_dir", type=options.DIRECTORY, required=False)
 @options.connect
 @click.option("--why", metavar="TEXT", default="asked by the operator", help="Reason, shown by status and in the log.")
@@ -15,13 +15,13 @@ def command(run_dir: Path | None, connect: str | None, why: str) -> int:
     """Drain the run in RUN_DIR (default: the newest of runs/), or the one whose scheduler is at --connect.
 
     No new groups are leased; groups in flight finish, full batches are trained, the trainer saves a checkpoint, and
-    every worker exits with 0. The command returns as soon as the scheduler has stored the drain. To continue a drained
-    run, use --resume.
+    every worker exits with 0. The command returns as soon as the scheduler has stored the request. To continue a
+    drained run, use --resume.
 
     \b
     Examples:
       staleflow drain runs/mine
-      staleflow drain --connect tcp://10.0.0.7:5555 --why "maintenance"
+      staleflow drain --connect tcp://10.0.0.7:5551 --why "maintenance"
     """
     from staleflow.clients.admin import Admin
     from staleflow.configs.loading.load import addresses, read_run

@@ -18,8 +18,8 @@ ROLES = ("rollout", "stage", "trainer", "monitor", "admin")
 def command(folder: Path, add: str | None, name: str | None) -> int:
     """Create DIR with a key file for each role and the list of allowed keys. Set security.keys to DIR.
 
-    A worker on another machine needs a copy of its role's file, with STALEFLOW_KEY set to the path of the copy. --add
-    creates one more key in DIR, to distinguish workers or to replace a key. To revoke a key, remove its line from
+    For a worker on another machine, copy ROLE.key there and set STALEFLOW_KEY to the path of the copy. --add creates
+    one more key in DIR, to distinguish workers or to replace a key. To revoke a key, remove its line from
     allowed.toml. Running servers apply changes at once. Existing files are never overwritten.
 
     \b

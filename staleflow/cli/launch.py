@@ -20,7 +20,7 @@ HERE, FIRST = "THIS-MACHINE", "FIRST-TRAINER-MACHINE"
 
 
 @click.command("launch", short_help="Start a run on several machines: ssh, Slurm, Kubernetes, Ray.")
-@click.option("--on", "engine", type=click.Choice(ENGINES), required=True, help="What starts processes on machines.")
+@click.option("--on", "engine", type=click.Choice(ENGINES), required=True, help="Launcher.")
 @click.argument("arguments", nargs=-1, metavar="CONFIG [KEY=VALUE]...", shell_complete=options.complete_run)
 @click.option("--run-dir", type=options.DIRECTORY, metavar="DIR", help="Default: runs/NAME-TIMESTAMP.")
 @click.option("--resume", is_flag=True, help="Continue in the run directory, on other machines if necessary.")

@@ -96,7 +96,10 @@ def _run(argv: Sequence[str] | None) -> int:
         return _fail(error.format_message(), 2)
     except ConfigError as error:
         return _fail(str(error), 2)
-    except (Unavailable, Refused) as error:
+    except Unavailable as error:
+        hint = "" if error.why else "; check the address, whether the run is active, and STALEFLOW_KEY"
+        return _fail(f"{error}{hint}", 1)
+    except Refused as error:
         return _fail(str(error), 1)
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", 130)

@@ -28,7 +28,7 @@ SIMULATION_ONLY = ("trainer.simulated_step_s",)
 @click.option("--graph", is_flag=True, help="Print the stage graph of CONFIG instead of searching.")
 @click.option("--mermaid", is_flag=True, help="Like --graph, as a mermaid diagram.")
 @click.option(
-    "--jobs", default=os.cpu_count() or 1, show_default="one a processor", type=click.IntRange(min=1), metavar="J"
+    "--jobs", default=os.cpu_count() or 1, show_default="one per processor", type=click.IntRange(min=1), metavar="J"
 )
 @options.as_json
 def command(
@@ -43,10 +43,10 @@ def command(
 ) -> int:
     """Simulate CONFIG, or a real run as measured by the trace in RUN_DIR, under many settings, and print the best ones.
 
-    The result is the Pareto front: no other setting is at once faster, fresher and less wasteful. The overrides of each
-    setting follow, with three recommendations: the freshest, the knee and the fastest. The search covers max_staleness,
-    the bound, the overdue policy, composition, admission, redundancy and, with --devices, the split between engines and
-    trainer ranks.
+    The result is the Pareto front of throughput, staleness and wasted work. The overrides of each setting follow, with
+    three recommendations: lowest staleness, best trade-off (the knee of the curve), highest throughput. The search
+    covers max_staleness, the bound, the overdue policy, composition, admission, redundancy and, with --devices, the
+    split between engines and trainer ranks.
 
     \b
     Examples:

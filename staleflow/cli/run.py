@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @options.config_file
 @click.option("--run-dir", type=options.DIRECTORY, metavar="DIR", help="Default: runs/NAME-TIMESTAMP.")
 @options.insecure
-@click.option("--resume", is_flag=True, help="Continue in the run directory (default: the newest of this name).")
+@click.option("--resume", is_flag=True, help="Continue the run in --run-dir or CONFIG (default: the newest of CONFIG).")
 @click.option("--plain", is_flag=True, help="Print a line every few seconds instead of the live view.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON; progress goes to stderr.")
 def command(
@@ -34,8 +34,8 @@ def command(
     """Start every role of CONFIG on this machine and train.
 
     Each role is a separate process; Ctrl-C stops all of them cleanly. KEY=VALUE overrides a key of the configuration,
-    for example staleness.max_staleness=0. With --resume, CONFIG may be a run directory, and only trainer.steps may
-    change.
+    for example staleness.max_staleness=0. --config is another way to give CONFIG. With --resume, CONFIG may be a run
+    directory, and only trainer.steps may change.
 
     \b
     Examples:

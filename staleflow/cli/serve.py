@@ -36,8 +36,8 @@ def command(
     """Run one server: the scheduler, one trajectory server (shard), or the parameter server.
 
     The first process of a run directory needs --config; the others read it from the directory. SIGTERM or Ctrl-C
-    drains. A run that was drained or has ended remains so until its scheduler is started with --resume, which may
-    change trainer.steps.
+    stops this server; the run continues when it is started again. A run that was drained or has ended remains so until
+    its scheduler is started with --resume, which may change trainer.steps.
 
     \b
     Examples:

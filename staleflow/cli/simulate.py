@@ -92,7 +92,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(min=0), metavar="S", help="Overrides the seed of the configuration.")
 @click.option("--trace", type=options.DIRECTORY, metavar="DIR", help="Write trace.jsonl and metrics.jsonl to DIR.")
 @click.option("--compare", "beside", is_flag=True, help="Compare with other bounds and other systems' rules.")
-@click.option("--peers", metavar="A,B", help="With --compare, only these systems (default: all; none: '').")
+@click.option("--peers", metavar="A,B", help="With --compare: systems such as areal,verl (default: all; none: '').")
 @click.option("--plot", "stem", type=options.FILE, metavar="STEM", help="Write the plots STEM.png and STEM.html.")
 @options.as_json
 def command(

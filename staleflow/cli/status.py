@@ -30,7 +30,7 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
       staleflow status
       staleflow status runs/mine
       staleflow status runs/mine --why
-      staleflow status --connect tcp://10.0.0.7:5555 --json
+      staleflow status --connect tcp://10.0.0.7:5551 --json
     """
     from staleflow.clients.admin import Admin
     from staleflow.configs.loading.load import addresses, read_run

@@ -38,7 +38,7 @@ def command(
     \b
     Examples:
       staleflow top runs/mine                       a running run; ? lists the keys
-      staleflow top --connect tcp://10.0.0.7:5555   the same from another machine
+      staleflow top --connect tcp://10.0.0.7:5551   the same from another machine
       staleflow top runs/mine --replay --speed 10   a replay, ten times as fast
       staleflow top runs/mine --once                one screen, for a log or a mail
       staleflow top runs/mine --json | jq .why      one object per second, for a script

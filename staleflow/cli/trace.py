@@ -58,12 +58,12 @@ def check(trace: Path | None, as_json: bool) -> int:
     return 0 if report.ok else 1
 
 
-@command.command("show", short_help="Print the story of one group.")
+@command.command("show", short_help="Print the history of one group.")
 @click.argument("trace", type=options.DIRECTORY)
 @click.argument("group", type=int)
 @options.as_json
 def show(trace: Path, group: int, as_json: bool) -> int:
-    """Print the story of GROUP in TRACE (a trace.jsonl or a run directory), from its first lease to its end.
+    """Print the history of GROUP in TRACE (a trace.jsonl or a run directory), from its first lease to its end.
 
     \b
     Examples:

@@ -122,5 +122,5 @@ def _on_signal(stop: Stop, number: signal.Signals) -> None:
         logging.shutdown()
         # Without unwinding: a hung drain must not be able to keep the process alive.
         os._exit(128 + number)
-    log.info("%s: draining", number.name)
+    log.info("%s: stopping", number.name)
     stop.set(number.name)

@@ -97,7 +97,7 @@ class Why:
         if phase.stuck:
             return phase.stuck
         if phase.stopping:
-            return "the scheduler drains: no new work is handed out"
+            return "the scheduler is stopping: it grants no new leases"
         if phase.drained:
             return self._draining(phase.drained)
         if self._interpreter.full:

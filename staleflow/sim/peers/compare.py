@@ -63,7 +63,7 @@ def compare(config: Config, peers: Sequence[str], *, steps: int | None = None) -
     one."""
     for name in peers:
         if name not in PEERS:
-            raise ConfigError("peer", name, f"one of {', '.join(PEERS)}")
+            raise ConfigError("--peers", name, f"it must be one of {', '.join(PEERS)}")
     check_package("coordination.ranker", "learned", "sklearn", RANKER)
     own = {name: changed(config, overrides) for name, overrides in OWN.items()}
     return _results(config, own, peers, steps)
