@@ -77,16 +77,16 @@ def events(run_dir: Path, *names: str) -> Iterator[dict[str, Any]]:
 
 def gaps(run_dir: Path) -> list[tuple[float, float]]:
     """(unix seconds at its end, seconds) of each new version: one with a higher number than all versions before it."""
-    highest, last, found = 0, 0.0, list[tuple[float, float]]()
+    highest, last, result = 0, 0.0, list[tuple[float, float]]()
     for event in events(run_dir, "publish"):
         now = event["t"] / 1e9
         if not last:
             last = now
         elif event["version"] > highest:
             highest = event["version"]
-            found.append((now, now - last))
+            result.append((now, now - last))
             last = now
-    return found
+    return result
 
 
 def effective(seconds: Sequence[float]) -> float:
@@ -98,30 +98,30 @@ def effective(seconds: Sequence[float]) -> float:
 def until_quick(run_dir: Path, process: "subprocess.Popen[bytes]") -> float:
     """Wait for the quiet steps; return the mean seconds of one, without the first, which includes the
     start of all processes."""
-    while len(found := gaps(run_dir)) < QUIET_STEPS:
+    while len(result := gaps(run_dir)) < QUIET_STEPS:
         if process.poll() is not None:
             raise SystemExit(f"the run ended early with {process.returncode}")
         time.sleep(1.0)
-    return statistics.mean(second for _, second in found[1:])
+    return statistics.mean(second for _, second in result[1:])
 
 
 def harm(run_dir: Path, *, steps: int, faults: int, seed: int) -> list[dict[str, Any]]:
     """Inject all faults, in legs; return the report of each fault."""
-    told: list[dict[str, Any]] = []
-    with bar("faults") as tell:
-        while len(told) < faults:
-            tell(len(told), faults, told[-1]["kind"] if told else "")
-            found = gaps(run_dir)
-            recent = statistics.mean(second for _, second in found[len(found) // 2 :])
-            every = max(0.95 * recent * (steps - len(found)) / (faults - len(told)), 1.0)
-            leg = [*CLI, "chaos", str(run_dir), "--json", "--every", f"{every:.2f}", "--seed", str(seed + len(told))]
-            leg += ["--faults", str(min(LEG, faults - len(told)))]
+    sent: list[dict[str, Any]] = []
+    with bar("faults") as notify:
+        while len(sent) < faults:
+            notify(len(sent), faults, sent[-1]["kind"] if sent else "")
+            result = gaps(run_dir)
+            recent = statistics.mean(second for _, second in result[len(result) // 2 :])
+            every = max(0.95 * recent * (steps - len(result)) / (faults - len(sent)), 1.0)
+            leg = [*CLI, "chaos", str(run_dir), "--json", "--every", f"{every:.2f}", "--seed", str(seed + len(sent))]
+            leg += ["--faults", str(min(LEG, faults - len(sent)))]
             done = subprocess.run(leg, stdout=subprocess.PIPE, text=True, check=False)
-            told += [json.loads(line) for line in done.stdout.splitlines()]
+            sent += [json.loads(line) for line in done.stdout.splitlines()]
             if done.returncode:
                 break
             time.sleep(every)
-    return told
+    return sent
 
 
 def harmed(run_dir: Path, overrides: Sequence[str], *, steps: int, faults: int, seed: int, log: Path) -> Outcome:

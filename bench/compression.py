@@ -109,9 +109,9 @@ def cost(column: Column, level: int, *, planes: bool) -> Cost:
     began = time.process_time()
     packed = [pack.compress(shuffled(group) if planes else group.tobytes()) for group in groups]
     between = time.process_time()
-    found = [restored(unpack.decompress(one), column.dtype, planes=planes) for one in packed]
+    result = [restored(unpack.decompress(one), column.dtype, planes=planes) for one in packed]
     ended = time.process_time()
-    assert all(np.array_equal(one, group) for one, group in zip(found, groups, strict=True))
+    assert all(np.array_equal(one, group) for one, group in zip(result, groups, strict=True))
     return Cost(nbytes / sum(map(len, packed)), nbytes / 1e6 / (between - began), nbytes / 1e6 / (ended - between))
 
 
@@ -149,14 +149,14 @@ def main(steps: int, groups: int) -> None:
         table.add_row(name, "as it is", "", "", "", *(f"{seconds_a_gb(None, gbit):.1f} s/GB" for gbit in LINKS_GBIT))
         for level in (1, 3, 9):
             for planes in (False, True):
-                found = cost(column, level, planes=planes)
+                result = cost(column, level, planes=planes)
                 table.add_row(
                     name,
                     f"{level}, bytes apart" if planes else str(level),
-                    f"{found.times:.2f} x",
-                    f"{found.pack_mb_s:.0f}",
-                    f"{found.unpack_mb_s:.0f}",
-                    *(f"{seconds_a_gb(found, gbit):.1f} s/GB" for gbit in LINKS_GBIT),
+                    f"{result.times:.2f} x",
+                    f"{result.pack_mb_s:.0f}",
+                    f"{result.unpack_mb_s:.0f}",
+                    *(f"{seconds_a_gb(result, gbit):.1f} s/GB" for gbit in LINKS_GBIT),
                 )
     console.print(table)
     console.print(f"{len(real):,} log-probabilities of the run, {len(once):,} different ones")

@@ -28,8 +28,8 @@ def drawn(config: Config, groups: int) -> Floats:
     workload = Workload(config)
     deck = PromptQueue(seed=config.seed, epochs=config.prompts.epochs)
     deck.set_source(workload.rows, "simulated")
-    found = [workload.samples(group, lease) for lease, group in enumerate(deck.upcoming(groups), start=1)]
-    return np.array([[sample.length for sample in samples] for samples in found], np.float64)
+    result = [workload.samples(group, lease) for lease, group in enumerate(deck.upcoming(groups), start=1)]
+    return np.array([[sample.length for sample in samples] for samples in result], np.float64)
 
 
 def batches(lengths: Floats, batch_size: int, max_staleness: int) -> Floats:

@@ -75,7 +75,7 @@ class Bench:
         longest = [bounds.batches(self._drawn(config), self._size.batch, eta) for config in configs]
         bound = fmean(bounds.batch_bound(some, one_s, train_s, eta, early=self._early) for some in longest)
         best = fmean(bounds.batch_optimum(some, one_s, train_s, eta, early=self._early) for some in longest)
-        said = f"a batch a version: ≤ {bound:.3f}, optimum {best:.3f}"
+        message = f"a batch a version: ≤ {bound:.3f}, optimum {best:.3f}"
 
         def line(what: str, speeds: Sequence[float], results: Sequence[Result], factor: float | None) -> Line:
             mean, ratio = Mean.of(speeds), Mean.of([a / b for a, b in zip(speeds, psrl, strict=True)])
@@ -84,16 +84,16 @@ class Bench:
                 target="" if factor is None else f"≥ {factor:.2f} x PSRL",
                 measured=f"{mean} steps/min = {ratio} x PSRL, {mean.value / bound:.2f} of the bound, "
                 f"{mean.value / best:.2f} of the optimum",
-                bound=said,
+                bound=message,
                 met=None if factor is None else ratio.value >= factor,
                 values={"ratio": ratio.value, "of_optimum": mean.value / best, **_sums(results)},
             )
 
-        found = [line("PSRL preset", psrl, [], None)]
+        lines = [line("PSRL preset", psrl, [], None)]
         for what, chosen, factor in (("fill, least loaded", FILL, None), ("just in time, cost model", DISPATCH, 1.05)):
             results = self._results(self._worlds(eta, *chosen))
-            found.append(line(what, [result.steps_per_min for result in results], results, factor))
-        return found
+            lines.append(line(what, [result.steps_per_min for result in results], results, factor))
+        return lines
 
     def clustered(self) -> Table:
         """Strict, with prompts of similar length in the same steps; max_staleness 1. Twice the steps of other runs,
@@ -106,15 +106,15 @@ class Bench:
             ("learned ranker, unpredictable", LEARNED, 0.0, "iid", 1.0),
         )
         longer = (f"trainer.steps={2 * self._size.steps - 4}",)
-        found: list[Line] = []
-        for what, chosen, told, beside, factor in cases:
-            workload = (f"rollout.simulated.prompt_share={told!r}", *longer)
+        lines: list[Line] = []
+        for what, chosen, sent, beside, factor in cases:
+            workload = (f"rollout.simulated.prompt_share={sent!r}", *longer)
             lookahead = f"coordination.lookahead={block}"
             results = self._results(self._worlds(1, *workload, *DISPATCH, *chosen, lookahead))
             other = self._worlds(1, *workload, *DISPATCH) if beside == "iid" else self._worlds(1, *workload)
             speeds = self._speeds(other, "" if beside == "iid" else "psrl")
-            found.append(self._clustered(what, results, speeds, beside, factor, told))
-        return self._table("Trajectory bound, wait, length-clustered, η 1", found)
+            lines.append(self._clustered(what, results, speeds, beside, factor, sent))
+        return self._table("Trajectory bound, wait, length-clustered, η 1", lines)
 
     def _clustered(
         self, what: str, results: Sequence[Result], others: Sequence[float], beside: str, factor: float, told: float
@@ -156,8 +156,8 @@ class Bench:
             ("token bound, lognormal", TOKEN, False),
             ("trajectory bound, lognormal", (), False),
         )
-        found = [self._staleness(f"{what}, η {eta}", given, eta, fed) for what, given, fed in cases for eta in ETAS[1:]]
-        return self._table("Staleness at equal throughput", found)
+        lines = [self._staleness(f"{what}, η {eta}", given, eta, fed) for what, given, fed in cases for eta in ETAS[1:]]
+        return self._table("Staleness at equal throughput", lines)
 
     def _staleness(self, what: str, chosen: Sequence[str], eta: int, fed: bool) -> Line:
         """``fed``: whole groups are trained by a trainer that need not wait; otherwise no simple bound is known."""

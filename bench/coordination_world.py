@@ -94,7 +94,7 @@ Qwen3-30B-A3B (Somoku/psrl, cost_model/qwen_moe_30b): a crowded engine is slower
 def lengths(size: Size) -> dict[str, tuple[str, ...]]:
     """Distributions with a mean of about 2,000 tokens at full size, as overrides; ``even`` has no tail at all."""
     scale = size.scale
-    found = {
+    matches = {
         "lognormal": ("lengths=lognormal", f"mean_tokens={scale * math.exp(MU + 0.405)}", "sigma=0.9"),
         "power law": ("lengths=power_law", f"min_tokens={round(scale * 700)}", "tail=1.5"),
         "bimodal": (
@@ -106,7 +106,7 @@ def lengths(size: Size) -> dict[str, tuple[str, ...]]:
         ),
         "even": ("lengths=uniform", f"min_tokens={round(scale * 400)}", f"max_tokens={round(scale * 2400)}"),
     }
-    return {name: tuple(f"rollout.simulated.{one}" for one in ones) for name, ones in found.items()}
+    return {name: tuple(f"rollout.simulated.{one}" for one in ones) for name, ones in matches.items()}
 
 
 def world(size: Size, cost: str, publish: Publish, *overrides: str, eta: int, seed: int = 0) -> Config:

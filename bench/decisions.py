@@ -24,7 +24,7 @@ from staleflow.servers.scheduler.coordination.snapshots import MAX_STARTS
 
 def fleet(instances: int) -> Snapshot:
     """Engines of two kinds, every other one half full."""
-    seen = [
+    observed = [
         Instance(
             worker=WorkerId(f"rollout-{n}"),
             lineage=Lineage(0),
@@ -47,7 +47,7 @@ def fleet(instances: int) -> Snapshot:
     return Snapshot(
         lineage=Lineage(0),
         version=Version(9),
-        instances=tuple(seen),
+        instances=tuple(observed),
         room={Version(9): 4 * instances},
         next=following,
         group_size=1,

@@ -139,13 +139,13 @@ def large(nbytes: int) -> list[Held]:
 
 def measure(old: Held, new: Held, *, compress: bool) -> Cost:
     """Encode, apply and compare; times are CPU times of this thread."""
-    found = spans(old.manifest, new.manifest, most_bytes=SPAN_BYTES)
+    result = spans(old.manifest, new.manifest, most_bytes=SPAN_BYTES)
     began = time.thread_time()
-    deltas = [encode(*both, span.width, compress=compress) for span, both in pieces(found, old, new)]
+    deltas = [encode(*both, span.width, compress=compress) for span, both in pieces(result, old, new)]
     encoded = time.thread_time()
     target = memoryview(bytearray(old.data))
     applying = time.thread_time()
-    for span, delta in zip(found, deltas, strict=True):
+    for span, delta in zip(result, deltas, strict=True):
         apply(delta, target[span.offset : span.offset + span.nbytes])
     applied = time.thread_time()
     if bytes(target) != new.data:

@@ -79,31 +79,31 @@ def _of_campaign(tally: Tally) -> Rows:
 def recover(records: int) -> Rows:
     """Start a scheduler and a trajectory server with that many live records."""
     with tempfile.TemporaryDirectory(prefix="sf-") as folder:
-        found: Recovery = uvloop.run(recovery(Path(folder) / "run", records=records))
-    assert found.records >= records
+        result: Recovery = uvloop.run(recovery(Path(folder) / "run", records=records))
+    assert result.records >= records
     return [
-        ("live records", f"{found.records}"),
-        *((f"{name} after", _limited(s, found.LIMIT_S, found.cpu_s[name])) for name, s in found.restart_s.items()),
-        ("pushed at", f"{found.pushes_per_s:.0f} groups/s"),
+        ("live records", f"{result.records}"),
+        *((f"{name} after", _limited(s, result.LIMIT_S, result.cpu_s[name])) for name, s in result.restart_s.items()),
+        ("pushed at", f"{result.pushes_per_s:.0f} groups/s"),
     ]
 
 
 def _limited(seconds: float, limit_s: float, cpu_s: float) -> str:
-    said = f"{seconds:.2f} s, {cpu_s:.2f} s of them computing"
-    return said if seconds <= limit_s else f"{said}: MISSED, the limit is {limit_s:g} s"
+    message = f"{seconds:.2f} s, {cpu_s:.2f} s of them computing"
+    return message if seconds <= limit_s else f"{message}: MISSED, the limit is {limit_s:g} s"
 
 
 def reconnect(clients: int) -> Rows:
     """Clients that reconnect to a killed scheduler, and the effect on the clients that were connected before."""
     with tempfile.TemporaryDirectory(prefix="sf-") as folder:
-        found: Storm = uvloop.run(storm(Path(folder) / "run", clients=clients))
-    assert found.back == clients
-    assert found.back_s <= found.LIMIT_S, found
-    assert found.after_p99_ms <= found.MAX_TIMES * found.before_p99_ms, found
+        result: Storm = uvloop.run(storm(Path(folder) / "run", clients=clients))
+    assert result.back == clients
+    assert result.back_s <= result.LIMIT_S, result
+    assert result.after_p99_ms <= result.MAX_TIMES * result.before_p99_ms, result
     return [
-        ("clients that are back", f"{found.back} of {clients}"),
-        ("the last one, after the server answers", f"{found.back_s:.2f} s"),
-        ("p99 of the others before, meanwhile", f"{found.before_p99_ms:.1f} ms, {found.after_p99_ms:.1f} ms"),
+        ("clients that are back", f"{result.back} of {clients}"),
+        ("the last one, after the server answers", f"{result.back_s:.2f} s"),
+        ("p99 of the others before, meanwhile", f"{result.before_p99_ms:.1f} ms, {result.after_p99_ms:.1f} ms"),
     ]
 
 

@@ -56,12 +56,12 @@ class Seen:
 
     def grown(self) -> list[str]:
         """Resources that are not flat."""
-        found: list[str] = []
+        result: list[str] = []
         for resource, (factor, amount) in ROOM.items():
             before, after = self.of(resource)
             if after > before * factor + amount:
-                found.append(f"{resource} grew from {before} to {after}")
-        return found
+                result.append(f"{resource} grew from {before} to {after}")
+        return result
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Flat:
 
     def grown(self) -> dict[str, list[str]]:
         """Resources that are not flat, by server."""
-        return {name: found for name, seen in self.servers.items() if (found := seen.grown())}
+        return {name: result for name, observed in self.servers.items() if (result := observed.grown())}
 
 
 def measure(run_dir: Path, trajectories: int) -> Flat:
@@ -87,10 +87,10 @@ def measure(run_dir: Path, trajectories: int) -> Flat:
     watched = {name: psutil.Process(process.pid) for name, process in processes.items()}
 
     def look(_: int) -> None:
-        for name, seen in servers.items():
-            seen.memory.append(watched[name].memory_info().rss)
-            seen.files.append(watched[name].num_fds())
-            seen.store.append(bytes_of(run_dir / name))
+        for name, observed in servers.items():
+            observed.memory.append(watched[name].memory_info().rss)
+            observed.files.append(watched[name].num_fds())
+            observed.store.append(bytes_of(run_dir / name))
 
     started = time.perf_counter()
     try:
@@ -120,8 +120,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="sf-") as folder:
         flat = measure(Path(folder) / "run", asked.trajectories)
     table = Table("server", *(f"{resource}, {when}" for resource in ROOM for when in ("second quarter", "last")))
-    for name, seen in flat.servers.items():
-        cells = [f"{value:,}" for resource in ROOM for value in seen.of(resource)]
+    for name, observed in flat.servers.items():
+        cells = [f"{value:,}" for resource in ROOM for value in observed.of(resource)]
         table.add_row(name, *cells)
     console = Console(width=140)
     console.print(table)
@@ -130,8 +130,8 @@ def main() -> None:
         f"{flat.trajectories:,} trajectories in {flat.seconds:,.0f} s ({rate:,.0f}/s); logs {each:.0f} bytes each"
     )
     grown = flat.grown()
-    for name, found in grown.items():
-        console.print(f"{name}: {'; '.join(found)}")
+    for name, result in grown.items():
+        console.print(f"{name}: {'; '.join(result)}")
     sys.exit(1 if grown else 0)
 
 

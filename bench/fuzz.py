@@ -133,8 +133,8 @@ class Fuzzer:
             raise Finding(f"{self._name}, message {report.messages}: {error!r} at {raw.header.hex()}") from error
         report.outcomes[outcome] += 1
         new = report.outcomes[outcome] == 1 or len(report.lines) > reached
-        if new and len(raw.header) < MAX_HEADER and (found := read(raw)) is not None:
-            self._corpus.append(Said(raw.peer, found, raw.frames))
+        if new and len(raw.header) < MAX_HEADER and (result := read(raw)) is not None:
+            self._corpus.append(Said(raw.peer, result, raw.frames))
             if len(self._corpus) > MAX_CORPUS:
                 del self._corpus[random.randrange(MAX_CORPUS)]
 

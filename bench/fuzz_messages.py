@@ -176,12 +176,12 @@ class Mutator:
 
 def _places(tree: object) -> list[tuple[list[Any], int]]:
     """Every position in a tree of lists; a map is treated as one value."""
-    found: list[tuple[list[Any], int]] = []
+    result: list[tuple[list[Any], int]] = []
     waiting: list[object] = [tree]
     while waiting:
         node = waiting.pop()
         if isinstance(node, list):
             items: list[Any] = cast("Any", node)
-            found += [(items, index) for index in range(len(items))]
+            result += [(items, index) for index in range(len(items))]
             waiting += items
-    return found
+    return result

@@ -139,9 +139,9 @@ class ParameterTarget:
         if (body := read(raw)) is None:
             return UNREADABLE
         before = self._state()
-        heard = self._heard(raw.peer, body, raw.frames)
-        must_be_unchanged(body, heard, before, self._state())
-        return signature(body, heard)
+        received = self._heard(raw.peer, body, raw.frames)
+        must_be_unchanged(body, received, before, self._state())
+        return signature(body, received)
 
     def _state(self) -> Hashable:
         status = self._ears.say("state", messages.GetStatus(), then=self._service.on_drained)

@@ -63,8 +63,8 @@ class SchedulerTarget:
         self._service, self._interpreter = open_service(self._config, self._folder, self._store, self._clock)
         self._service.peers = lambda: [WORKER, SHARD]
         self._ears = Ears(self._service.on_call)
-        for said in self._hellos():
-            self._say(said)
+        for message in self._hellos():
+            self._say(message)
         self._say(Said(TRAINER, messages.Join(trainer=TRAINER, lineage=Lineage(0), version=Version(0))))
         self._say(Said(PARAMETERS, self._register(None)))
 
@@ -89,10 +89,10 @@ class SchedulerTarget:
         machine = self._interpreter.machine
         held = machine.leases_of(WORKER)
         known = [view for group in self._groups() if (view := machine.group(group)) is not None]
-        said = [*self._hellos(), *self._of_workers(held), *self._of_trainer(machine)]
-        said += [Said(SHARD, messages.Operations(ops=[op])) for view in known for op in self._ops(view)]
-        said.append(Said(SHARD, messages.Operations(ops=[op for view in known[:3] for op in self._ops(view)])))
-        return said
+        requests = [*self._hellos(), *self._of_workers(held), *self._of_trainer(machine)]
+        requests += [Said(SHARD, messages.Operations(ops=[op])) for view in known for op in self._ops(view)]
+        requests.append(Said(SHARD, messages.Operations(ops=[op for view in known[:3] for op in self._ops(view)])))
+        return requests
 
     def _groups(self) -> list[GroupId]:
         _, rows = self._interpreter.machine.snapshot()

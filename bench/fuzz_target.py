@@ -58,18 +58,18 @@ class Ears:
     ) -> Reply | None:
         """The reply that has arrived once ``then`` has run, or None while the call waits. ``late`` receives
         every reply, whenever it arrives."""
-        heard: list[Reply] = []
+        received: list[Reply] = []
 
         def on_reply(reply: Reply) -> None:
             if decode_reply(encode_reply(7, reply))[0] != 7:
                 raise Finding(f"{reply} does not come back as it was sent")
-            heard.append(reply)
+            received.append(reply)
             if late is not None:
                 late(reply)
 
         self._endpoint.call(peer, body, on_reply, [memoryview(frame) for frame in frames])
         then()
-        return heard[0] if heard else None
+        return received[0] if received else None
 
 
 def read(raw: Raw) -> Request | None:

@@ -57,13 +57,13 @@ def one(key: dict[str, Any], cache: str) -> Run:
 
 def read(rows: Path) -> list[Run]:
     """Finished runs, in the order in which they ended, without a last line that was cut off."""
-    found: list[Run] = []
+    result: list[Run] = []
     for line in rows.read_text().splitlines() if rows.is_file() else ():
         try:
-            found.append(json.loads(line))
+            result.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return result
 
 
 def run_all(todo: Sequence[dict[str, Any]], rows: Path, cache: Path, workers: int) -> None:

@@ -97,10 +97,10 @@ def _summary(runs: Sequence[Run], stem: Path) -> Path:
 
 def _against_staleness(runs: Sequence[Run], gain: Any, ess: Any) -> None:
     """Draw the lines of one task and learning rate in their two places; a seed's gain is a dot."""
-    found, differences = grouped(runs), gains(runs)
+    result, differences = grouped(runs), gains(runs)
     for bound, style in (("trajectory", "-"), ("token", ":")):
         for correction, colour in COLOURS.items():
-            mine = [name for name in found if name[2:] == (bound, name[3] or None, correction) and differences[name]]
+            mine = [name for name in result if name[2:] == (bound, name[3] or None, correction) and differences[name]]
             if not mine:
                 continue
             etas = [name[3] for name in mine]
@@ -108,14 +108,14 @@ def _against_staleness(runs: Sequence[Run], gain: Any, ess: Any) -> None:
                       label=f"{correction}, {bound}")  # fmt: skip
             for name in mine:
                 gain.plot([name[3]] * len(differences[name]), differences[name], ".", color=colour, markersize=3)
-            ess.plot(etas, [np.mean([v for r in found[name] for v in full_window(r, "is_weight/ess")])
+            ess.plot(etas, [np.mean([v for r in result[name] for v in full_window(r, "is_weight/ess")])
                             for name in mine], style, color=colour)  # fmt: skip
 
 
 def _legend(place: Any, axes: Any) -> None:
     """Each label of the picture once, in ``place``."""
-    found = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    place.legend(found.values(), found.keys(), fontsize=7)
+    result = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    place.legend(result.values(), result.keys(), fontsize=7)
 
 
 def _saved(figure: Any, path: Path) -> Path:

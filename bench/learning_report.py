@@ -39,10 +39,10 @@ def spread(values: Sequence[float]) -> float:
 
 def grouped(runs: Iterable[Run]) -> dict[Choice, list[Run]]:
     """Runs by choice, all seeds together, in order."""
-    found: dict[Choice, list[Run]] = {}
+    result: dict[Choice, list[Run]] = {}
     for run in sorted(runs, key=_order):
-        found.setdefault(choice(run), []).append(run)
-    return found
+        result.setdefault(choice(run), []).append(run)
+    return result
 
 
 def _order(run: Run) -> tuple[Any, ...]:
@@ -59,11 +59,11 @@ def full_window(run: Run, name: str) -> list[float]:
 def seconds(run: Run) -> list[float]:
     """Elapsed seconds at the end of each step, as if engine and trainer had a core each: without staleness they take
     turns, with it the slower one counts. CPU seconds of one thread, without evaluations."""
-    elapsed, found = 0.0, list[float]()
+    elapsed, result = 0.0, list[float]()
     for write, train in zip(run["series"]["time/write"], run["series"]["time/train"], strict=True):
         elapsed += max(write, train) if run["key"]["eta"] else write + train
-        found.append(elapsed)
-    return found
+        result.append(elapsed)
+    return result
 
 
 def gains(runs: Iterable[Run]) -> dict[Choice, list[float]]:
@@ -84,15 +84,15 @@ def _pair(run: Run) -> tuple[str, float, int]:
 def breaks(runs: Iterable[Run]) -> dict[tuple[str, float, str, str], tuple[int, int | None]]:
     """By task, rate, bound and correction: the largest max_staleness up to which all reach the synchronous reward, and
     the first that does not (None: every max_staleness that was run does)."""
-    found: dict[tuple[str, float, str, str], tuple[int, int | None]] = {}
+    result: dict[tuple[str, float, str, str], tuple[int, int | None]] = {}
     for (task, lr, bound, eta, correction), found_gains in gains(runs).items():
         if not eta or not found_gains:
             continue
-        holds, broken = found.get((task, lr, bound, correction), (0, None))
+        holds, broken = result.get((task, lr, bound, correction), (0, None))
         if broken is None:
             reached = statistics.fmean(found_gains) >= -NOISE
-            found[task, lr, bound, correction] = (eta, None) if reached else (holds, eta)
-    return found
+            result[task, lr, bound, correction] = (eta, None) if reached else (holds, eta)
+    return result
 
 
 def tables(runs: Sequence[Run]) -> str:

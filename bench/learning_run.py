@@ -184,21 +184,21 @@ class Loop:
         live.done.append(trajectory)
         if len(live.done) < size:
             return
-        made = payload(np.array(live.problem.prompt_ids, np.int32), sorted(live.done, key=lambda one: one.id))
+        pushed = payload(np.array(live.problem.prompt_ids, np.int32), sorted(live.done, key=lambda one: one.id))
         rewards = [live.problem.reward(one.token_ids.tolist()) for one in sorted(live.done, key=lambda one: one.id)]
-        made.stages[REWARD] = np.array(rewards, np.float32)
-        made.check()
-        live.payload = made
+        pushed.stages[REWARD] = np.array(rewards, np.float32)
+        pushed.check()
+        live.payload = pushed
         push = Push(
             group=GroupId(group),
             lease=live.lease,
             worker=ENGINE,
             shard=0,
-            sha=hashlib.sha256(made.token_ids.tobytes() + made.logprobs.tobytes()).hexdigest(),
-            nbytes=made.token_ids.nbytes,
+            sha=hashlib.sha256(pushed.token_ids.tobytes() + pushed.logprobs.tobytes()).hexdigest(),
+            nbytes=pushed.token_ids.nbytes,
             truncated=False,
-            segments=tuple(made.segment_summary()),
-            sequence_tokens=made.num_tokens + made.num_samples * len(made.prompt_ids),
+            segments=tuple(pushed.segment_summary()),
+            sequence_tokens=pushed.num_tokens + pushed.num_samples * len(pushed.prompt_ids),
         )
         self._apply(push)
         self._apply(Occupy(group=GroupId(group), lease=live.lease))
@@ -225,7 +225,7 @@ class Loop:
         return assemble(header, [self._fetched(member.group) for member in sealed.members])
 
     def _fetched(self, group: GroupId) -> FetchedGroup:
-        found = self._live[group].payload
-        assert found is not None
+        pushed = self._live[group].payload
+        assert pushed is not None
         row: dict[str, Any] = {}
-        return FetchedGroup(group=group, row=row, payload=found)
+        return FetchedGroup(group=group, row=row, payload=pushed)

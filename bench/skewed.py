@@ -144,7 +144,7 @@ def main(file: Path, overrides: tuple[str, ...], markdown: bool) -> None:
     rows: list[tuple[str, ...]] = []
     agrees = True
     for what, of, judged in LINES:
-        one, others = of(ran), [of(seen) for seen in seeds]
+        one, others = of(ran), [of(observed) for observed in seeds]
         mean = statistics.fmean(others)
         differs = one / mean - 1.0 if mean else 0.0
         agrees = agrees and not (judged and abs(differs) > WITHIN)

@@ -95,8 +95,8 @@ class Kept:
         head = Head(code=code(), per_seed=per_seed)
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         if lines and msgspec.json.decode(lines[0], type=Head) == head:
-            seen = msgspec.json.Decoder(Seen, dec_hook=_counter)
-            self.seen = [seen.decode(line) for line in lines[1:] if line.endswith(b"\n")]
+            observed = msgspec.json.Decoder(Seen, dec_hook=_counter)
+            self.seen = [observed.decode(line) for line in lines[1:] if line.endswith(b"\n")]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in (head, *self.seen)))
 

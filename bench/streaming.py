@@ -68,18 +68,18 @@ def wall(overrides: Sequence[str], max_staleness: int) -> float:
 
 def rows(overrides: Sequence[str], seeds: int, *, real_time: bool) -> list[Row]:
     """Measure every bound in virtual time, then in real time."""
-    found: list[Row] = []
+    result: list[Row] = []
     for eta in tracked("bounds", BOUNDS):
         bound = (*overrides, f"staleness.max_staleness={eta}")
         step_s = rollout_s(bound, seeds)
         step = (*bound, f"trainer.simulated_step_s={step_s:.4f}")
         both = [(*step, f"trainer.streaming={on}") for on in ("false", "true")]
         whole, streamed = (virtual(one, seeds) for one in both)
-        found.append(Row(max_staleness=eta, time="virtual", step_s=step_s, whole=whole, streamed=streamed))
+        result.append(Row(max_staleness=eta, time="virtual", step_s=step_s, whole=whole, streamed=streamed))
         if real_time:
             whole, streamed = (wall(one, eta) for one in both)
-            found.append(Row(max_staleness=eta, time="real", step_s=step_s, whole=whole, streamed=streamed))
-    return found
+            result.append(Row(max_staleness=eta, time="real", step_s=step_s, whole=whole, streamed=streamed))
+    return result
 
 
 @click.command(help=__doc__)
@@ -88,8 +88,8 @@ def rows(overrides: Sequence[str], seeds: int, *, real_time: bool) -> list[Row]:
 @click.option("--virtual", "virtual_only", is_flag=True, help="No real runs, which take three minutes.")
 @click.option("--markdown", is_flag=True, help="For bench/results/.")
 def main(overrides: tuple[str, ...], seeds: int, virtual_only: bool, markdown: bool) -> None:
-    found = rows(overrides, seeds, real_time=not virtual_only)
-    cells = [row.cells() for row in found]
+    result = rows(overrides, seeds, real_time=not virtual_only)
+    cells = [row.cells() for row in result]
     if markdown:
         click.echo("\n".join(f"| {' | '.join(row)} |" for row in (TITLES, ("---",) * len(TITLES), *cells)))
     else:
@@ -97,7 +97,7 @@ def main(overrides: tuple[str, ...], seeds: int, virtual_only: bool, markdown: b
         for row in cells:
             table.add_row(*row)
         Console().print(table)
-    sys.exit(0 if all(row.gain >= TARGET for row in found) else 1)
+    sys.exit(0 if all(row.gain >= TARGET for row in result) else 1)
 
 
 if __name__ == "__main__":

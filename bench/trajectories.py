@@ -93,16 +93,16 @@ def raw_store(seconds: float, *, sync: bool) -> Row:
 
 def rounds(contenders: dict[str, Callable[[], Row]], count: int, tell: Callable[[str], None]) -> list[Row]:
     """The median of each; contenders skipped in the first round are not tried again."""
-    found: dict[str, list[Row]] = {name: [] for name in contenders}
+    result: dict[str, list[Row]] = {name: [] for name in contenders}
     for number in range(count):
         for name, measure in contenders.items():
-            if found[name] and found[name][0].skipped:
+            if result[name] and result[name][0].skipped:
                 continue
             row = measure()
-            found[name].append(row)
+            result[name].append(row)
             load = os.getloadavg()[0]
             tell(f"round {number + 1}: {name}: {row.skipped or f'{row.per_s:,.0f}/s'} (load {load:.1f})")
-    return [median(rows) for rows in found.values()]
+    return [median(rows) for rows in result.values()]
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -150,19 +150,19 @@ COSTS = (
 def goals(rows: list[Row]) -> list[tuple[str, str, str]]:
     """Label, measured value and goal of each comparison whose contenders were measured."""
     of = {row.what: row for row in rows if not row.skipped}
-    found = [
+    result = [
         (what, f"{of[one].per_s / of[other].per_s:.2f}", f">= {goal}")
         for what, one, other, goal in RATIOS
         if one in of and other in of
     ]
-    found += [
+    result += [
         (what, f"{of[one].p50_ms / of[other].p50_ms:.2f}", f"<= {goal}")
         for what, one, other, goal in DELAYS
         if one in of and other in of
     ]
-    found += [(what, f"{of[one].cpu_s:.3f}", f"<= {goal}") for what, one, goal in COSTS if one in of]
+    result += [(what, f"{of[one].cpu_s:.3f}", f"<= {goal}") for what, one, goal in COSTS if one in of]
     waits = [(row.what, row.extra["wait"]) for row in of.values() if "wait" in row.extra]
-    return found + [(f"trainer's wait, % of its time, {what}", f"{wait:.1f}", "<= 1") for what, wait in waits]
+    return result + [(f"trainer's wait, % of its time, {what}", f"{wait:.1f}", "<= 1") for what, wait in waits]
 
 
 def main() -> None:

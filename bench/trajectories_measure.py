@@ -57,8 +57,8 @@ def median(rows: Sequence[Row]) -> Row:
         return rows[0]
 
     def middle(value: Callable[[Row], float]) -> float:
-        found = [value(row) for row in good if value(row) >= 0]
-        return statistics.median(found) if found else -1.0
+        result = [value(row) for row in good if value(row) >= 0]
+        return statistics.median(result) if result else -1.0
 
     names = dict.fromkeys(name for row in good for name in row.extra)
     extra = {name: statistics.median(row.extra[name] for row in good if name in row.extra) for name in names}
@@ -74,18 +74,18 @@ def median(rows: Sequence[Row]) -> Row:
 
 def family() -> list[psutil.Process]:
     """This process's descendants: all processes of a contender. This process only measures."""
-    found: list[psutil.Process] = psutil.Process().children(recursive=True)
-    return found
+    result: list[psutil.Process] = psutil.Process().children(recursive=True)
+    return result
 
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> dict[int, float]:
     """CPU time that each process has used."""
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
-            found[process.pid] = float(times.user + times.system)
-    return found
+            result[process.pid] = float(times.user + times.system)
+    return result
 
 
 def memory_mb() -> float:

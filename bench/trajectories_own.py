@@ -295,7 +295,7 @@ async def _consume(run_dir: Path, shape: Shape, taken: "Synchronized[int]", numb
     stream = BatchStream(scheduler, shards, term, mapped=shape.shared)
 
     async def register(version: int, batch: BatchId | None) -> None:
-        told = RegisterVersion(
+        sent = RegisterVersion(
             trainer_term=term,
             lineage=Lineage(0),
             version=Version(version),
@@ -303,7 +303,7 @@ async def _consume(run_dir: Path, shape: Shape, taken: "Synchronized[int]", numb
             sha=f"{version:064d}",
             nbytes=8,
         )
-        await parameters.ask(told, RegisterVersionReply, timeout_s=None)
+        await parameters.ask(sent, RegisterVersionReply, timeout_s=None)
         if version % CHECKPOINT_EVERY == 0:
             kept = RegisterCheckpoint(trainer_term=term, lineage=Lineage(0), version=Version(version))
             await scheduler.ask(kept, RegisterCheckpointReply, timeout_s=None)

@@ -50,13 +50,13 @@ class Queue:
             self._queue.put(one)
 
     def take(self, count: int) -> list[bytes]:
-        found = self._next(block=True)
-        while len(found) < count:
+        result = self._next(block=True)
+        while len(result) < count:
             try:
-                found += self._next(block=count == PUT)
+                result += self._next(block=count == PUT)
             except queue.Empty:
                 break
-        return found
+        return result
 
     def _next(self, *, block: bool) -> list[bytes]:
         got = self._queue.get(block)
@@ -109,8 +109,8 @@ class Redis:
         self._client.rpush("trajectories", *trajectories)
 
     def take(self, count: int) -> list[bytes]:
-        _, found = self._client.blmpop(60, 1, "trajectories", direction="LEFT", count=count)
-        return list(found)
+        _, result = self._client.blmpop(60, 1, "trajectories", direction="LEFT", count=count)
+        return list(result)
 
     def close(self) -> None:
         self._server.terminate()
@@ -210,10 +210,10 @@ class TransferQueue:
             self._client.put(TensorDict({"trajectory": data}, batch_size=len(rows)), partition_id="train")
 
     def take(self, count: int) -> list[bytes]:
-        while not (found := self._client.get_meta(["trajectory"], count, "train", task_name="train")).size:
+        while not (result := self._client.get_meta(["trajectory"], count, "train", task_name="train")).size:
             time.sleep(0.001)
-        rows = self._client.get_data(found)["trajectory"]
-        self._client.clear_samples(found)
+        rows = self._client.get_data(result)["trajectory"]
+        self._client.clear_samples(result)
         return [row.numpy().data for row in rows]
 
     def close(self) -> None:
@@ -257,8 +257,8 @@ class Reverb:
         self._writer.flush()
 
     def take(self, count: int) -> list[bytes]:
-        found = self._client.sample("trajectories", num_samples=count, emit_timesteps=False)
-        return [sample.data[0].data for sample in found]
+        result = self._client.sample("trajectories", num_samples=count, emit_timesteps=False)
+        return [sample.data[0].data for sample in result]
 
     def close(self) -> None:
         self._server.stop()
@@ -297,12 +297,12 @@ def consume(peer: Any, permits: Any, count: int, taken: Any, p50_s: Any) -> None
     seconds: list[float] = []
     due = 0
     while True:
-        found = connection.take(count)
+        result = connection.take(count)
         if count == PUT:
-            seconds.append((time.monotonic_ns() - int.from_bytes(found[0][:8], "little")) / 1e9)
+            seconds.append((time.monotonic_ns() - int.from_bytes(result[0][:8], "little")) / 1e9)
             p50_s.value = sorted(seconds)[len(seconds) // 2]
-        taken.value += len(found)
-        due += len(found)
+        taken.value += len(result)
+        due += len(result)
         while due >= PUT:
             due -= PUT
             permits.release()

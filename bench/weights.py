@@ -59,12 +59,12 @@ def main() -> None:
     parser.add_argument("--peers", default=sys.executable, help="the interpreter that has the peers")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     options = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    result: dict[str, list[dict[str, float]]] = defaultdict(list)
     loads: list[float] = []
     for way in tracked("ways", list(options.ways) * options.repeat):
-        found[way] += measure(way, sys.executable if way.startswith("staleflow") else options.peers, options)
+        result[way] += measure(way, sys.executable if way.startswith("staleflow") else options.peers, options)
         loads.append(os.getloadavg()[0])
-    copies = [one["memcpy"] for rounds in found.values() for one in rounds]
+    copies = [one["memcpy"] for rounds in result.values() for one in rounds]
     copy = statistics.median(copies)
     print(
         f"{options.mb} MiB, {options.readers} readers, load average {min(loads):.1f} to {max(loads):.1f};"
@@ -72,11 +72,11 @@ def main() -> None:
     )
     print("| | published s | mapped s | loaded s | mapped / copy | loaded / ray | CPU s, all processes |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-    ray = statistics.median([one["loaded"] for one in found["ray"]] or [float("nan")])
+    ray = statistics.median([one["loaded"] for one in result["ray"]] or [float("nan")])
     for way in options.ways:
-        if not found[way]:
+        if not result[way]:
             continue
-        published, mapped, loaded, cpu = (statistics.median([one[name] for one in found[way]]) for name in COLUMNS)
+        published, mapped, loaded, cpu = (statistics.median([one[name] for one in result[way]]) for name in COLUMNS)
         reach = f"{mapped:.3f} | {loaded:.3f} | {mapped / copy:.2f}" if mapped >= 0 else f"- | {loaded:.3f} | -"
         print(f"| {WHAT[way]} | {published:.3f} | {reach} | {loaded / ray:.2f} | {cpu:.2f} |")
 

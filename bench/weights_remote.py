@@ -111,8 +111,8 @@ def raw_limit(nbytes: int, *, hops: int = 0) -> float:
     port = receiver.bind_to_random_port("tcp://127.0.0.1")
     between = list[BaseProcess]()
     for _ in range(hops):
-        here, there = SPAWN.Pipe()
-        between.append(SPAWN.Process(target=forward_frames, args=(port, there, frames + 2)))
+        here, remote = SPAWN.Pipe()
+        between.append(SPAWN.Process(target=forward_frames, args=(port, remote, frames + 2)))
         between[-1].start()
         port = here.recv()
     sender = SPAWN.Process(target=send_frames, args=(port, frames + 2))
@@ -191,8 +191,8 @@ def serve_relay(place: str, port: int, delta: str, number: int, mb_per_s: float)
     reuse_memory()
     config, folder = config_of(port, delta), Path(place)
     scheduler = addresses(config, folder).scheduler
-    there = mock.patch.object(relay, "boot_id", return_value=f"relay host {number}")
-    with there, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    present = mock.patch.object(relay, "boot_id", return_value=f"relay host {number}")
+    with present, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(relay_main.serve_until(Stop(), config, folder, f"relay-{number}", scheduler, mb_per_s=mb_per_s))
 
 
@@ -282,14 +282,14 @@ def moved(arrays: Arrays, step: int) -> Arrays:
 
 async def measure(nbytes: int, rounds: int, num_relays: int, *, delta: str = "off", mb_per_s: float = 0.0) -> float:
     """Median seconds of a version; the first ones, of fresh memory and new connections, do not count."""
-    world, arrays, found = World(num_relays, delta=delta, mb_per_s=mb_per_s), tensors(nbytes), list[float]()
+    world, arrays, result = World(num_relays, delta=delta, mb_per_s=mb_per_s), tensors(nbytes), list[float]()
     try:
         await world.grow()
         for version in range(FRESH + rounds):
             await world.publish(version, arrays)
-            found.append(await world.pull(version))
+            result.append(await world.pull(version))
             arrays = moved(arrays, version)
-        return statistics.median(found[FRESH:])
+        return statistics.median(result[FRESH:])
     finally:
         world.close()
 
@@ -316,9 +316,9 @@ async def _publisher(address: str) -> Publisher:
 
 async def measure_direct(nbytes: int, rounds: int) -> float:
     """Like ``measure``, for versions that come from the trainer's own memory through gloo."""
-    world, found = World(0), list[float]()
-    here, there = SPAWN.Pipe()
-    trainer = SPAWN.Process(target=train, args=(world.address, nbytes, there), daemon=True)
+    world, result = World(0), list[float]()
+    here, remote = SPAWN.Pipe()
+    trainer = SPAWN.Process(target=train, args=(world.address, nbytes, remote), daemon=True)
     trainer.start()
     reader = Puller(world.address, worker=WorkerId("reader.2"), direct=True)
     try:
@@ -327,12 +327,12 @@ async def measure_direct(nbytes: int, rounds: int) -> float:
             await asyncio.to_thread(here.recv)
             began = time.perf_counter()
             pulled = await reader.pull(Lineage(0), Version(version))
-            found.append(time.perf_counter() - began)
+            result.append(time.perf_counter() - began)
             assert pulled.direct
             await pulled.close()
         here.send(-1)
         await asyncio.to_thread(trainer.join)
-        return statistics.median(found[FRESH:])
+        return statistics.median(result[FRESH:])
     finally:
         reader.close()
         trainer.kill()

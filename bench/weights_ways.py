@@ -175,18 +175,18 @@ def _readers_of(place: str) -> int:
 
 
 def _own_publisher(place: str) -> Publisher:
-    made: Publisher = importlib.import_module("bench.weights_own").OwnPublisher(place)
-    return made
+    built: Publisher = importlib.import_module("bench.weights_own").OwnPublisher(place)
+    return built
 
 
 def _own_reader(place: str, number: int) -> Reader:
-    made: Reader = importlib.import_module("bench.weights_own").OwnReader(place, number)
-    return made
+    built: Reader = importlib.import_module("bench.weights_own").OwnReader(place, number)
+    return built
 
 
 def _trusting_reader(place: str, number: int) -> Reader:
-    made: Reader = importlib.import_module("bench.weights_own").OwnReader(place, number, verified=False)
-    return made
+    built: Reader = importlib.import_module("bench.weights_own").OwnReader(place, number, verified=False)
+    return built
 
 
 WAYS: dict[str, tuple[Callable[[str], Publisher], Callable[[str, int], Reader]]] = {
@@ -207,8 +207,8 @@ def read(way: str, place: str, number: int, nbytes: int, pipe: "Connection[Any, 
     """A reader process: copies a version into its own tensors for each token that arrives."""
     own, reader = tensors(nbytes), WAYS[way][1](place, number)
     pipe.send(os.getpid())
-    while (told := pipe.recv()) is not None:
-        token, value = told
+    while (sent := pipe.recv()) is not None:
+        token, value = sent
         reader.reach(token)
         mapped = time.monotonic()
         for name, view in reader.views():
@@ -230,8 +230,8 @@ def rounds(way: str, nbytes: int, readers: int, count: int) -> Iterator[dict[str
         pipes: list[Any] = []
         processes: list[Any] = []
         for number in range(readers):
-            here, there = context.Pipe()
-            process = context.Process(target=read, args=(way, place, number, nbytes, there), daemon=True)
+            here, remote = context.Pipe()
+            process = context.Process(target=read, args=(way, place, number, nbytes, remote), daemon=True)
             process.start()
             pipes.append(here)
             processes.append(process)
@@ -240,9 +240,9 @@ def rounds(way: str, nbytes: int, readers: int, count: int) -> Iterator[dict[str
         for turn in range(FRESH + count):
             for array in arrays.values():
                 array[[0, -1]] = turn + 1000
-            found = _turn(publisher, arrays, pipes, turn + 1000, early=way in EARLY)
+            result = _turn(publisher, arrays, pipes, turn + 1000, early=way in EARLY)
             if turn >= FRESH:
-                yield {**found, "memcpy": memcpy(arrays)}
+                yield {**result, "memcpy": memcpy(arrays)}
         for pipe, process in zip(pipes, processes, strict=True):
             pipe.send(None)
             process.join()
@@ -315,16 +315,16 @@ def ray_rounds(nbytes: int, readers: int, count: int, *, torch: bool) -> Iterato
             return True
 
         def load(self, refs: list[Any], value: int) -> tuple[float, float]:
-            found = ray.get(refs[0])
+            result = ray.get(refs[0])
             mapped = time.monotonic()
-            for name, view in found.items():
+            for name, view in result.items():
                 np.copyto(self._own[name], np.asarray(view))
             loaded = time.monotonic()
             assert all(array[0] == value for array in self._own.values())
             return mapped, loaded
 
-    made: Any = ray.remote(num_cpus=1)(Actor)
-    actors = [made.remote(nbytes) for _ in range(readers)]
+    built: Any = ray.remote(num_cpus=1)(Actor)
+    actors = [built.remote(nbytes) for _ in range(readers)]
     ray.get([actor.ready.remote() for actor in actors])
     arrays = tensors(nbytes)
     for turn in range(FRESH + count):
@@ -355,10 +355,10 @@ def main() -> None:
     options = parser.parse_args()
     nbytes = options.mb << 20
     if options.way.startswith("ray"):
-        found = ray_rounds(nbytes, options.readers, options.rounds, torch=options.way != "ray")
+        result = ray_rounds(nbytes, options.readers, options.rounds, torch=options.way != "ray")
     else:
-        found = rounds(options.way, nbytes, options.readers, options.rounds)
-    for one in found:
+        result = rounds(options.way, nbytes, options.readers, options.rounds)
+    for one in result:
         print(json.dumps(one), flush=True)
 
 

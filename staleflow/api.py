@@ -125,10 +125,10 @@ class Result:
     @cached_property
     def summary(self) -> summary.Summary:
         """Content of ``summary.json``: outcome, steps, rewards, staleness, tokens, time."""
-        found = summary.read(self.run_dir)
-        if found is None:
+        result = summary.read(self.run_dir)
+        if result is None:
             raise ConfigError("run directory", str(self.run_dir), "it has no summary.json: the run has not ended")
-        return found
+        return result
 
     @property
     def good(self) -> bool:
@@ -175,10 +175,10 @@ def connect(where: Path | str, *, timeout_s: float = 5.0) -> "Run":
 
 def _check_under_way(folder: Path, address: str) -> None:
     """Raise ``ConfigError`` if no scheduler can answer: none listens, and a summary or a local socket path exists."""
-    found = summary.read(folder)
-    if may_answer(address) or not (found or address.startswith("ipc://")):
+    result = summary.read(folder)
+    if may_answer(address) or not (result or address.startswith("ipc://")):
         return
-    ended = f"{found.outcome}, {found.steps:,} of {found.steps_wanted:,} steps" if found else "or was never started"
+    ended = f"{result.outcome}, {result.steps:,} of {result.steps_wanted:,} steps" if result else "or was never started"
     read = "read its files with staleflow.Result(Path(...)) or staleflow.Trace.open"
     raise ConfigError("run", str(folder), f"no scheduler listens: the run has ended ({ended}); {read}")
 

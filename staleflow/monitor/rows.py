@@ -157,7 +157,7 @@ def ages(status: SchedulerStatus) -> tuple[AgeRow, ...]:
 def window(status: SchedulerStatus) -> tuple[WindowRow, ...]:
     """Return the window's rows: sealed batches first, then deadlines in ascending order."""
     size, version, step, bound = status.batch_size, status.version, status.next_step, status.max_staleness
-    found = [
+    result = [
         WindowRow(deadline=sealed, occupied=size, sealed="trains" if sealed == version else "sealed")
         for sealed in range(max(version, 0), step)
     ]
@@ -166,7 +166,7 @@ def window(status: SchedulerStatus) -> tuple[WindowRow, ...]:
     for row in status.window:
         total += row.leased + row.pushed + row.occupied
         last = version + bound if status.bound == "token" else row.deadline
-        found.append(
+        result.append(
             WindowRow(
                 deadline=last,
                 leased=row.leased,
@@ -177,7 +177,7 @@ def window(status: SchedulerStatus) -> tuple[WindowRow, ...]:
                 room=size * max(last - step + 1, 0),
             )
         )
-    return tuple(found)
+    return tuple(result)
 
 
 def instances(status: SchedulerStatus, history: History) -> tuple[InstanceRow, ...]:
@@ -279,22 +279,22 @@ def events(status: SchedulerStatus, unix_s: float) -> tuple[EventRow, ...]:
     Current conditions precede them: stage workers and engines that fail every group, stages and environments that limit
     the run.
     """
-    found: list[EventRow] = []
+    result: list[EventRow] = []
     for stage in status.stages:
         for one in stage.failing:
             failed = f"{worker_name(one.worker)} fails every group of the stage {stage.stage}"
             words = f"{failed}, {one.failures} in a row, and is held: {one.why}"
-            found.append(EventRow(ago_s=one.failing_ms / 1000, words=words, tone="bad"))
+            result.append(EventRow(ago_s=one.failing_ms / 1000, words=words, tone="bad"))
         if stage.limit:
-            found.append(EventRow(ago_s=None, words=stage.limit, tone="warn"))
+            result.append(EventRow(ago_s=None, words=stage.limit, tone="warn"))
     for instance in status.instances:
         if instance.failed is not None:
             words = restricted({instance.name: instance.failed})
-            found.append(EventRow(ago_s=None, words=words, tone="bad"))
+            result.append(EventRow(ago_s=None, words=words, tone="bad"))
         if instance.limit:
-            found.append(EventRow(ago_s=None, words=instance.limit, tone="warn"))
+            result.append(EventRow(ago_s=None, words=instance.limit, tone="warn"))
     for line in reversed(status.recent):
         words, tone = describe(line)
         ago_s = max(unix_s - line["t"] / 1e9, 0.0) if unix_s else None
-        found.append(EventRow(ago_s=ago_s, words=words, tone=tone))
-    return tuple(found)
+        result.append(EventRow(ago_s=ago_s, words=words, tone=tone))
+    return tuple(result)

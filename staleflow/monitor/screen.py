@@ -93,20 +93,20 @@ def _middle(it: Board, look: Look, width: int, height: int, open_story: OpenStor
     upper = min(max(len(it.ages), len(it.window), 3) + 4, 9, max(height - 8, 0)) if it.ages or it.window else 0
     upper = upper if upper > 2 else 0  # a box needs at least one row inside
     middle = 0 if not it.ages or height - upper < 10 else 11 if height - upper >= 30 else 5
-    found: list[Layout] = []
+    result: list[Layout] = []
     if upper:
         row, left = Layout(name="upper", size=upper), min(width // 2 - 2, 56)
         both = [_staleness(it, left, upper), _window(it, width - left, upper)]
         row.split_row(*(both if width >= NARROW else [_window(it, width, upper)]))
-        found.append(row)
+        result.append(row)
     if middle:
-        found.append(_row("trainer", _panel("trainer", panels.trainer(it, width - 4, middle - 2)), middle))
+        result.append(_row("trainer", _panel("trainer", panels.trainer(it, width - 4, middle - 2)), middle))
     rest = height - upper - middle
     beside = rest - rest // 3 if rest >= 18 and look.tab != "events" else rest
-    found.append(_tabbed(it, look, width, beside))
+    result.append(_tabbed(it, look, width, beside))
     if beside < rest:
-        found.append(_list("events", it, look, width, rest - beside))
-    return found
+        result.append(_list("events", it, look, width, rest - beside))
+    return result
 
 
 def _everything(it: Board, look: Look, width: int, height: int) -> list[Layout]:

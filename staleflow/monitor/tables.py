@@ -48,22 +48,22 @@ class Lists(Protocol):
 
 def listed(make: Lists, it: Board, look: Look, width: int, height: int, *, active: bool) -> tuple[RenderableType, str]:
     """Return the content of a panel of ``width`` x ``height`` cells, and which rows of the list it shows."""
-    found = make(it, look, width)
-    if not found.rows:
-        words = f"no row contains {look.needle!r}: Esc shows all" if look.needle else found.nothing
+    result = make(it, look, width)
+    if not result.rows:
+        words = f"no row contains {look.needle!r}: Esc shows all" if look.needle else result.nothing
         return Text(words, style="dim"), ""
     fits = max(height - 1, 1)
-    chosen = min(look.row, len(found.rows) - 1) if active else 0
-    first = min(max(chosen - fits + 1, 0), max(len(found.rows) - fits, 0))
-    visible = found.rows[first : first + fits]
-    table = _table(found.columns)
+    chosen = min(look.row, len(result.rows) - 1) if active else 0
+    first = min(max(chosen - fits + 1, 0), max(len(result.rows) - fits, 0))
+    visible = result.rows[first : first + fits]
+    table = _table(result.columns)
     for index, row in enumerate(visible, first):
         cells = row()
         if active and look.row and index == chosen:
             table.add_row(*[cell.plain for cell in cells], style=SELECTED_STYLE)
         else:
             table.add_row(*cells)
-    where = f"{first + 1}-{first + len(visible)} of {len(found.rows)}" if len(visible) < len(found.rows) else ""
+    where = f"{first + 1}-{first + len(visible)} of {len(result.rows)}" if len(visible) < len(result.rows) else ""
     return table, where
 
 
@@ -110,8 +110,8 @@ def _engine(row: InstanceRow, cells: int, wide: bool, kept: Sequence[int]) -> Ce
         Text(curve(row.spark, min(cells, 60)), style="cyan"),
         Text("silent" if silent and not wide else row.command, style="red" if silent and not wide else "dim"),
     )
-    seen = Text(f"{row.seen_s:.0f} s", style="bold red" if silent else "dim")
-    every = (*cut, Text(str(row.held)), seen) if wide else cut
+    observed = Text(f"{row.seen_s:.0f} s", style="bold red" if silent else "dim")
+    every = (*cut, Text(str(row.held)), observed) if wide else cut
     return tuple(every[index] for index in kept)
 
 

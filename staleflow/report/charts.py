@@ -260,11 +260,11 @@ def _smooth(points: Sequence[tuple[float, float]], width: int) -> list[tuple[flo
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)
-    found = list[tuple[float, float]]()
+    result = list[tuple[float, float]]()
     for at, (x, _) in enumerate(points):
         reach = min(width // 2, at, len(points) - 1 - at)
-        found.append((x, (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)))
-    return found
+        result.append((x, (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)))
+    return result
 
 
 def _place(x: float, y: float, span: tuple[float, float], height: tuple[float, float]) -> str:

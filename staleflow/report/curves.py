@@ -69,9 +69,9 @@ class Curves:
         if not any(self.moves(name) for name in names):
             return None
         shown = [name for name in names if self.measured(name)]
-        found = [METRICS[name] for name in shown if name in METRICS]
+        result = [METRICS[name] for name in shown if name in METRICS]
         series = [Series(name=name, colour=COLOURS[at], values=self.values(name)) for at, name in enumerate(shown)]
-        unit = found[0].unit if found else ""
+        unit = result[0].unit if result else ""
         meaning = "; ".join(f"{name}: {METRICS[name].meaning}" for name in shown if name in METRICS)
         return lines(title, self.steps, series, unit=unit, meaning=meaning)
 

@@ -99,11 +99,11 @@ class Levels:
     @property
     def points(self) -> list[Level]:
         """Return the points in order of time."""
-        found = list[Level]()
+        result = list[Level]()
         for begin, end, areas in self._points:
             leased, pushed, occupied, sealed = (area / (end - begin) for area in areas)
-            found.append(Level(at_s=end, leased=leased, pushed=pushed, occupied=occupied, sealed=sealed))
-        return found
+            result.append(Level(at_s=end, leased=leased, pushed=pushed, occupied=occupied, sealed=sealed))
+        return result
 
 
 @dataclass(slots=True, kw_only=True)

@@ -75,12 +75,12 @@ def lane_rows(shown: Sequence[Lane], window_s: tuple[float, float]) -> Lanes:
 
 
 def _ticks(window_s: tuple[float, float]) -> list[list[Tick]]:
-    found, known = list[list[Tick]](), set[float]()
+    result, known = list[list[Tick]](), set[float]()
     for zoom in (1, CLOSE, CLOSE**2):
         ticks = [tick for tick in time_ticks(window_s, 7 * zoom) if round(tick.at, 6) not in known]
         known |= {round(tick.at, 6) for tick in ticks}
-        found.append(ticks)
-    return found
+        result.append(ticks)
+    return result
 
 
 def chosen(shown: Sequence[Lane]) -> list[Lane]:

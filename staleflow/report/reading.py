@@ -105,14 +105,14 @@ class Reader:
 
     def _expired(self, worker: str) -> None:
         """Report several expired leases of one worker as one event."""
-        told, now_s = self.facts.happenings, self._fold.now_s
+        sent, now_s = self.facts.happenings, self._fold.now_s
         last, at_s, count, place = self._lost
         together = last == worker and now_s - at_s < TOGETHER_S
-        count, place = (count + 1, place) if together else (1, len(told))
+        count, place = (count + 1, place) if together else (1, len(sent))
         self._lost = worker, now_s, count, place
         text = f"{worker} lost {count} lease{'s' if count > 1 else ''}: not heard from in time"
         if together:
-            told[place] = replace(told[place], text=text)
+            sent[place] = replace(sent[place], text=text)
         else:
             self._report(text, bad=True)
 
@@ -131,9 +131,9 @@ class Reader:
         facts.incarnations = line.inc
         asked, facts.closed = bool(facts.closed), ""
         if line.inc > 1:
-            found = event.recovered
-            kept = found.reserved + found.occupied
-            self._report(f"the scheduler restarted, with {kept} groups and version {found.version}", bad=not asked)
+            result = event.recovered
+            kept = result.reserved + result.occupied
+            self._report(f"the scheduler restarted, with {kept} groups and version {result.version}", bad=not asked)
             return
         facts.run, facts.began_unix_s = line.run, line.t / 1e9
         facts.max_staleness, facts.bound, facts.on_overdue = event.max_staleness, event.bound, event.on_overdue

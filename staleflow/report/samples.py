@@ -44,13 +44,13 @@ def samples(path: Path) -> list[Sample]:
                 lineage, known = places.get(sample.step, (sample.lineage, []))
                 places[sample.step] = sample.lineage, [*known, place] if lineage == sample.lineage else [place]
             place += len(line)
-        found: list[Sample] = []
+        result: list[Sample] = []
         for step in _spread(sorted(places)):
             for place in places[step][1]:
                 file.seek(place)
                 if (sample := _read(file.readline())) is not None:
-                    found.append(_short(sample))
-    return found
+                    result.append(_short(sample))
+    return result
 
 
 def _spread(steps: list[int]) -> list[int]:

@@ -167,8 +167,8 @@ def age_meters(facts: Facts) -> list[Meter]:
 def time_charts(facts: Facts, curves: Curves) -> list[Chart]:
     """Return charts of the trainer's time, idle time, throughput, and the groups in each state."""
     own = curves.step_times()
-    found = [own] if own else [wait_chart(facts)] if facts.steps else []
-    return [*found, *curves.group(TIME), *([level_chart(facts)] if len(facts.levels.points) > 1 else [])]
+    result = [own] if own else [wait_chart(facts)] if facts.steps else []
+    return [*result, *curves.group(TIME), *([level_chart(facts)] if len(facts.levels.points) > 1 else [])]
 
 
 def wait_chart(facts: Facts, *, by_time: bool = False) -> Chart:
@@ -247,12 +247,12 @@ def waste_meters(facts: Facts, generated: int) -> list[Meter]:
 
 def waste_words(facts: Facts, generated: int) -> str:
     """Return a one-sentence total of the tokens."""
-    made = max(generated, facts.pushed.tokens)
+    num_generated = max(generated, facts.pushed.tokens)
     parts = f"{facts.pushed.tokens:,} of them in finished groups"
-    share = percent(facts.trained, made)
+    share = percent(facts.trained, num_generated)
     return (
-        f"The engines generated {made:,} tokens, {parts}; {share} were trained."
-        if made
+        f"The engines generated {num_generated:,} tokens, {parts}; {share} were trained."
+        if num_generated
         else "No tokens were generated."
     )
 
@@ -288,10 +288,10 @@ def version_charts(facts: Facts) -> list[Chart]:
 def tiles(facts: Facts, curves: Curves, config: Config, generated: int) -> list[Tile]:
     """Return the key numbers of the run."""
     steps = f"{len(facts.steps):,} of {config.trainer.steps:,}"
-    found = [Tile(label="steps", value=steps, note=f"{facts.batch_size} groups of {facts.group_size} each")]
+    result = [Tile(label="steps", value=steps, note=f"{facts.batch_size} groups of {facts.group_size} each")]
     for key, what in (("reward/eval", "held-out prompts"), ("reward/mean", "training groups")):
         if known := curves.measured(key):
-            found.append(Tile(label="reward", value=f"{known[0]:.2f} → {known[-1]:.2f}", note=what))
+            result.append(Tile(label="reward", value=f"{known[0]:.2f} → {known[-1]:.2f}", note=what))
             break
     if facts.steps:
         groups = sum(facts.ages.values())
@@ -299,9 +299,9 @@ def tiles(facts: Facts, curves: Curves, config: Config, generated: int) -> list[
         most = f"at most {max(facts.ages)}, bound {facts.max_staleness}"
         if facts.bound == Bound.TOKEN.value:
             most = f"at most {max(facts.ages)}, masked over {facts.max_staleness}"
-        found.append(Tile(label="age, versions", value=f"{mean:.2f}", note=most))
+        result.append(Tile(label="age, versions", value=f"{mean:.2f}", note=most))
         working = _working_s(facts)
-        found.append(
+        result.append(
             Tile(
                 label="tokens/s trained",
                 value=number(facts.trained / max(working, 1e-9)),
@@ -309,14 +309,20 @@ def tiles(facts: Facts, curves: Curves, config: Config, generated: int) -> list[
             )
         )
         waited = percent(facts.waited_s, working)
-        found.append(Tile(label="trainer waited", value=waited, note="of the time"))
-        made = max(generated, facts.pushed.tokens)
-        found.append(Tile(label="tokens used", value=percent(facts.trained, made), note=f"of {number(made)} generated"))
-    found.append(
+        result.append(Tile(label="trainer waited", value=waited, note="of the time"))
+        num_generated = max(generated, facts.pushed.tokens)
+        result.append(
+            Tile(
+                label="tokens used",
+                value=percent(facts.trained, num_generated),
+                note=f"of {number(num_generated)} generated",
+            )
+        )
+    result.append(
         Tile(
             label="time",
             value=clock(facts.seconds),
             note=f"{facts.incarnations} start{'s' if facts.incarnations > 1 else ''} of the scheduler",
         )
     )
-    return found
+    return result

@@ -15,7 +15,7 @@ from staleflow.trace.reader import FIELDS, Line
 
 def columns(lines: Iterable[Line], kinds: Collection[str] = ()) -> dict[str, list[Any]]:
     """Return one list per column, all of equal length; None where an event lacks the field. ``kinds`` is a filter."""
-    found: dict[str, list[Any]] = {}
+    result: dict[str, list[Any]] = {}
     rows = 0
     axis = Axis()
     for line in lines:
@@ -29,12 +29,12 @@ def columns(lines: Iterable[Line], kinds: Collection[str] = ()) -> dict[str, lis
             row["name"] = worker_name(own["worker"])
         row |= own
         for key, value in row.items():
-            found.setdefault(key, [None] * rows).append(value)
+            result.setdefault(key, [None] * rows).append(value)
         rows += 1
-        for column in found.values():
+        for column in result.values():
             if len(column) < rows:
                 column.append(None)
-    return found
+    return result
 
 
 def frame(columns_by_name: Mapping[str, list[Any]]) -> Any:
@@ -43,8 +43,8 @@ def frame(columns_by_name: Mapping[str, list[Any]]) -> Any:
         import pandas
     except ImportError as error:
         raise ConfigError("to_frame", "pandas", f"it is not installed: {install('frames')}") from error
-    made = pandas.DataFrame(columns_by_name)
-    return made.assign(time=pandas.to_datetime(made["time"], unit="ns", utc=True)) if len(made) else made
+    table = pandas.DataFrame(columns_by_name)
+    return table.assign(time=pandas.to_datetime(table["time"], unit="ns", utc=True)) if len(table) else table
 
 
 def table(columns_by_name: Mapping[str, list[Any]]) -> Any:
@@ -53,7 +53,7 @@ def table(columns_by_name: Mapping[str, list[Any]]) -> Any:
         import pyarrow
     except ImportError as error:
         raise ConfigError("to_arrow", "pyarrow", f"it is not installed: {install('parquet')}") from error
-    made: dict[str, Any] = dict(columns_by_name)
-    if made:
-        made["time"] = pyarrow.array(made["time"], pyarrow.timestamp("ns", tz="UTC"))
-    return pyarrow.table(made)
+    table: dict[str, Any] = dict(columns_by_name)
+    if table:
+        table["time"] = pyarrow.array(table["time"], pyarrow.timestamp("ns", tz="UTC"))
+    return pyarrow.table(table)

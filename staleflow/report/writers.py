@@ -135,8 +135,8 @@ class TensorBoard:
         self._to = EventFileWriter(str(run_dir / "tensorboard"))
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
-        said = self._said(value=[self._said.Value(tag=name, simple_value=value) for name, value in values.items()])
-        self._to.add_event(self._event(step=step, wall_time=unix_s, summary=said))
+        message = self._said(value=[self._said.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._to.add_event(self._event(step=step, wall_time=unix_s, summary=message))
 
     def close(self) -> None:
         self._to.close()

@@ -99,11 +99,11 @@ def _guarded(what: str, check: Callable[[], Finding]) -> Finding:
 
 def python() -> Finding:
     good = sys.version_info[:2] >= MIN_PYTHON and sys.platform == "linux"
-    found = f"{platform.python_version()} on {platform.platform(terse=True)}"
+    result = f"{platform.python_version()} on {platform.platform(terse=True)}"
     return Finding(
         "python",
         "good" if good else "bad",
-        found if good else f"{found}; staleflow needs Python 3.11 or newer on Linux",
+        result if good else f"{result}; staleflow needs Python 3.11 or newer on Linux",
     )
 
 
@@ -128,10 +128,10 @@ def package(name: str) -> Finding:
 
 def extra(name: str, group: str, use: str) -> Finding:
     """Check a package that an extra of staleflow installs."""
-    found = package(name)
-    if found.state == "good":
-        return found
-    return Finding(name, found.state, f"not installed; only for {use}: {install(group)}")
+    result = package(name)
+    if result.state == "good":
+        return result
+    return Finding(name, result.state, f"not installed; only for {use}: {install(group)}")
 
 
 def vllm() -> Finding:
@@ -158,9 +158,9 @@ def deepspeed() -> Finding:
     """Check whether DeepSpeed is installed."""
     from staleflow.configs.loading.presence import DEEPSPEED
 
-    found = package("deepspeed")
-    if found.state == "good":
-        return found
+    result = package("deepspeed")
+    if result.state == "good":
+        return result
     return Finding(
         "deepspeed", "missing", f'not installed; only runs with trainer.backend "deepspeed" need it: {DEEPSPEED}'
     )
@@ -217,9 +217,9 @@ def stage_calls(config: "Config") -> Iterator[Finding]:
             continue
         workers, section = workers_of(config, stage), section_of(config, stage)
         calls, batch = workers * concurrency, config.trainer.batch_size * calls_a_group(config, stage)
-        found = f"{calls:,} concurrent calls of an async def, {workers} of another function; a batch needs {batch:,}"
+        result = f"{calls:,} concurrent calls of an async def, {workers} of another function; a batch needs {batch:,}"
         more = f": raise {section}.concurrency or {section}.workers if the stage is the limit" if calls < batch else ""
-        yield Finding(f"stage {stage}", "good", found + more)
+        yield Finding(f"stage {stage}", "good", result + more)
     if config.environment.run:
         places, wanted = config.environment.processes * config.environment.concurrency, config.rollout.max_inflight
         more = ": raise environment.processes or environment.concurrency" if places < wanted else ""

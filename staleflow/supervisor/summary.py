@@ -162,10 +162,10 @@ def ended(status: SchedulerStatus) -> str:
 
 def newest_model(run_dir: Path) -> Path | None:
     """Return the newest complete checkpoint, a model directory; an incomplete one has a different name."""
-    found = [
+    result = [
         path.parent for path in (run_dir / "checkpoints").glob("*/checkpoint.json") if path.parent.name.isdecimal()
     ]
-    return max(found, key=lambda path: int(path.name), default=None)
+    return max(result, key=lambda path: int(path.name), default=None)
 
 
 def of_trace(trace: Path, status: SchedulerStatus) -> TraceFacts:
@@ -238,14 +238,14 @@ def summarise(
 
 def trained(run_dir: Path) -> int:
     """Return the number of trained steps that were not rolled back, from the summary or else from the trace."""
-    found = read(run_dir)
-    return of_trace(run_dir / TRACE, SchedulerStatus()).steps if found is None else found.steps
+    result = read(run_dir)
+    return of_trace(run_dir / TRACE, SchedulerStatus()).steps if result is None else result.steps
 
 
 def finished(run_dir: Path, steps: int) -> Summary | None:
     """Return the summary of a run that has trained all of ``steps`` and cannot be resumed; None for other runs."""
-    found = read(run_dir)
-    return found if found is not None and found.outcome == "finished" and found.steps >= steps else None
+    result = read(run_dir)
+    return result if result is not None and result.outcome == "finished" and result.steps >= steps else None
 
 
 def how_to_continue(ended_run: Summary, config: Config, command: str = RUN) -> str:

@@ -36,8 +36,8 @@ class Calculator:
 
 def calculate(expression: str) -> str:
     """Return the value of ``a+b`` or ``a-b``; ``?`` for anything else."""
-    found = EXPRESSION.fullmatch(expression.strip())
-    if found is None:
+    result = EXPRESSION.fullmatch(expression.strip())
+    if result is None:
         return "?"
-    left, right = int(found[1]), int(found[3])
-    return str(left + right if found[2] == "+" else left - right)
+    left, right = int(result[1]), int(result[3])
+    return str(left + right if result[2] == "+" else left - right)

@@ -66,10 +66,10 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, unk_token=UNKNOWN)
-    made.add_special_tokens({"additional_special_tokens": list(ROLES)})
-    made.chat_template = TEMPLATE
-    return made
+    built = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, unk_token=UNKNOWN)
+    built.add_special_tokens({"additional_special_tokens": list(ROLES)})
+    built.chat_template = TEMPLATE
+    return built
 
 
 def dialogues(rows: Sequence[dict[str, str]], seed: int, hedged: float) -> Iterator[list[tuple[str, bool]]]:

@@ -15,14 +15,14 @@ def length(group: Group, *, target: int) -> dict[str, Any]:
 
 def repeats(group: Group) -> dict[str, Any]:
     """``seen``, a value a token: 1 where the completion had the same token before; ``share``, of its tokens."""
-    seen = [_seen(ids) for ids in group.token_ids]
-    return {"share": [float(one.mean()) if len(one) else 0.0 for one in seen], "seen": seen}
+    observed = [_seen(ids) for ids in group.token_ids]
+    return {"share": [float(one.mean()) if len(one) else 0.0 for one in observed], "seen": observed}
 
 
 def _seen(ids: NDArray[np.int32]) -> NDArray[np.float32]:
-    again = np.ones(len(ids), np.float32)
-    again[np.unique(ids, return_index=True)[1]] = 0.0
-    return again
+    repeated = np.ones(len(ids), np.float32)
+    repeated[np.unique(ids, return_index=True)[1]] = 0.0
+    return repeated
 
 
 def reward(prompt: str, completion: str, *, closeness: float, share: float, **columns: Any) -> float:
@@ -32,6 +32,10 @@ def reward(prompt: str, completion: str, *, closeness: float, share: float, **co
 
 def credit(group: Group) -> dict[str, Any]:
     """``weights``, a value a token: of a sample that is better than its group's mean, repeated tokens get none."""
-    rewards, seen = group.columns["reward/reward"], group.token_columns["repeats/seen"]
+    rewards, observed = group.columns["reward/reward"], group.token_columns["repeats/seen"]
     better = rewards > rewards.mean()
-    return {"weights": [1.0 - again if good else np.ones_like(again) for good, again in zip(better, seen, strict=True)]}
+    return {
+        "weights": [
+            1.0 - repeated if good else np.ones_like(repeated) for good, repeated in zip(better, observed, strict=True)
+        ]
+    }

@@ -86,10 +86,10 @@ async def judge(
             reply = await client.chat.completions.create(
                 model=model, messages=[{"role": "user", "content": asked}], max_tokens=max_tokens, temperature=0.0
             )
-        said = reply.choices[0].message.content or ""
+        message = reply.choices[0].message.content or ""
         if reply.choices[0].finish_reason == "length":
-            raise ValueError(f"the judge was cut off at {said[-80:]!r}; it needs more than max_tokens {max_tokens}")
-        return score_of(said, best)
+            raise ValueError(f"the judge was cut off at {message[-80:]!r}; it needs more than max_tokens {max_tokens}")
+        return score_of(message, best)
 
     async with asyncio.TaskGroup() as tasks:
         asking = [tasks.create_task(one(completion)) for completion in group.completions]
@@ -101,7 +101,7 @@ def score_of(reply: str, best: float) -> float:
 
     ``ValueError`` for a reply without such a line, and for a score below 0 or above its scale.
     """
-    scores = [found for line in reply.splitlines() if (found := _SCORE.fullmatch(line.strip()))]
+    scores = [result for line in reply.splitlines() if (result := _SCORE.fullmatch(line.strip()))]
     if scores:
         number, most = float(scores[-1][1]), float(scores[-1][2] or best)
         if most and 0.0 <= number <= most:
