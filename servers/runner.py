@@ -54,8 +54,9 @@ class Tasks:
 
 Answer = Reply | tuple[Reply, Sequence[Data]]
 """A reply, or a reply and its frames."""
-Handled = Answer | Coroutine[Any, Any, Answer] | None
-"""An answer, a coroutine that returns it, or None if the call is kept and answered later."""
+Handled = Answer | Callable[[], Coroutine[Any, Any, Answer]] | None
+"""An answer, a function whose coroutine returns it, or None if the call is kept and answered later. A function, because
+a coroutine whose task is cancelled before its first step would never be awaited."""
 
 
 class Service:
@@ -71,20 +72,20 @@ class Service:
         raise NotImplementedError
 
     def on_call(self, call: Call) -> None:
-        """Serve one request. A coroutine runs as a task, so the loop never waits for it."""
+        """Serve one request. Coroutines run as tasks, so the loop never waits for them."""
         try:
             answer = self.handle(call)
         except (Refused, ProtocolError, Scarce) as error:
             self._refuse(call, error)
             return
-        if isinstance(answer, Coroutine):
+        if callable(answer):
             self._tasks.start(self._reply_later(call, answer))
         elif answer is not None:
             _reply(call, answer)
 
-    async def _reply_later(self, call: Call, answer: Coroutine[Any, Any, Answer]) -> None:
+    async def _reply_later(self, call: Call, answer: Callable[[], Coroutine[Any, Any, Answer]]) -> None:
         try:
-            _reply(call, await answer)
+            _reply(call, await answer())
         except (Refused, ProtocolError, Scarce) as error:
             self._refuse(call, error)
 

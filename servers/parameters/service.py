@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from staleflow.configs.errors import ConfigError
@@ -100,17 +101,17 @@ class ParameterService(Service):
             case GetManifest() as ask:
                 return self._manifest(call, ask)
             case GetChunk() as ask:
-                return self._chunk(call, ask)
+                return partial(self._chunk, call, ask)
             case GetDelta() as ask:
-                return self._delta(call, ask)
+                return partial(self._delta, call, ask)
             case Unpin() as ask:
                 return self._unpin(call, ask)
             case BeginPublish() as ask:
-                return self._begin(call, ask)
+                return partial(self._begin, call, ask)
             case PublishChunk() as ask:
-                return self._write(call, ask)
+                return partial(self._write, call, ask)
             case CommitPublish() as ask:
-                return self._commit(call, ask)
+                return partial(self._commit, call, ask)
             case JoinRelays() as ask:
                 return self._join(call, ask)
             case GetSources() as ask:
@@ -205,12 +206,12 @@ class ParameterService(Service):
 
     # Pulling ---------------------------------------------------------------------------------------------------------
 
-    def _manifest(self, call: Call, ask: GetManifest) -> Coroutine[Any, Any, ManifestReply]:
+    def _manifest(self, call: Call, ask: GetManifest) -> Handled:
         key = VersionKey(ask.lineage, ask.version)
         stored = self._catalog.find(key)
         # Pinned before the coroutine starts: an Unpin that follows the request must find the pin.
         self._catalog.pins.add(ask.worker, key, call.key)
-        return self._verified_manifest(ask, key, stored)
+        return partial(self._verified_manifest, ask, key, stored)
 
     async def _verified_manifest(self, ask: GetManifest, key: VersionKey, stored: Stored) -> ManifestReply:
         await self._catalog.verified(ask.worker, key, stored, doubted=ask.doubted)

@@ -176,7 +176,7 @@ class TrajectoryService(Service):
             case PutStageResults() as ask:
                 self._finish(call, ask)
             case GetGroups() as ask:
-                return self._fetch(call, ask)
+                return partial(self._fetch, call, ask)
             case GetRows() as ask:
                 return self._rows(call, ask)
             case PutPartial() as ask:

@@ -10,9 +10,9 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import DeltaKind
@@ -102,9 +102,9 @@ class RelayService(Service):
             case GetManifest() as ask:
                 return self._manifest(call, ask)
             case GetChunk() as ask:
-                return self._chunk(call, ask)
+                return partial(self._chunk, call, ask)
             case GetDelta() as ask:
-                return self._delta(call, ask)
+                return partial(self._delta, call, ask)
             case Unpin() as ask:
                 return self._unpin(call, ask)
             case GetStatus():
@@ -120,12 +120,12 @@ class RelayService(Service):
         self._pins.release(ask)
         return Done()
 
-    def _manifest(self, call: Call, ask: GetManifest) -> Coroutine[Any, Any, ManifestReply]:
+    def _manifest(self, call: Call, ask: GetManifest) -> Handled:
         with ExitStack() as resources:
             resources.enter_context(self._manifests.turn(call.peer))
             # Pinned before the coroutine starts: an Unpin that follows the request must find the pin.
             self._pins.add(ask.worker, VersionKey(ask.lineage, ask.version), call.key)
-            return self._arrived_manifest(ask, resources.pop_all())
+            return partial(self._arrived_manifest, ask, resources.pop_all())
 
     async def _arrived_manifest(self, ask: GetManifest, turn: ExitStack) -> ManifestReply:
         key = VersionKey(ask.lineage, ask.version)

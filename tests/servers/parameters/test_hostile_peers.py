@@ -96,7 +96,7 @@ async def test_a_relay_on_this_host_that_says_nothing_of_a_version_is_left(
         await asyncio.sleep(3600)
         raise AssertionError
 
-    monkeypatch.setattr(RelayService, "_manifest", never)
+    monkeypatch.setattr(RelayService, "_arrived_manifest", never)
     same((await asyncio.wait_for(pulled(grown.reader()), 20))[0])
     assert asked, "void: it was never asked"
 
