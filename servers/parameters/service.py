@@ -101,9 +101,9 @@ class ParameterService(Service):
             case GetManifest() as ask:
                 return self._manifest(call, ask)
             case GetChunk() as ask:
-                return partial(self._chunk, call, ask)
+                return self._chunk(call, ask)
             case GetDelta() as ask:
-                return partial(self._delta, call, ask)
+                return self._delta(call, ask)
             case Unpin() as ask:
                 return self._unpin(call, ask)
             case BeginPublish() as ask:
@@ -223,14 +223,17 @@ class ParameterService(Service):
         self._catalog.pins.release(ask)
         return Done()
 
-    async def _chunk(self, call: Call, ask: GetChunk) -> Answer:
+    def _chunk(self, call: Call, ask: GetChunk) -> Handled:
         """Return at most ``chunk_bytes`` of the requested bytes."""
         key = VersionKey(ask.lineage, ask.version)
         stored = self._catalog.find(key)
         size = stored.about.manifest.nbytes
         if ask.nbytes < 1 or not 0 <= ask.offset < size:
             raise Refused(Code.MALFORMED, f"{ask.nbytes} bytes at {ask.offset} are outside a version of {size} bytes")
-        with self._pieces.turn(call.peer):
+        return partial(self._read, call.peer, ask, key, stored)
+
+    async def _read(self, peer: str, ask: GetChunk, key: VersionKey, stored: Stored) -> Answer:
+        with self._pieces.turn(peer):
             nbytes = min(ask.nbytes, self._chunk_bytes)
             try:
                 data = await asyncio.to_thread(self._versions.read, stored, ask.offset, nbytes)
@@ -244,13 +247,16 @@ class ParameterService(Service):
             raise Refused(Code.BAD_VERSION, f"{stored.path.name} is gone, or ends before byte {ask.offset}")
         return Chunk(offset=ask.offset), [data]
 
-    async def _delta(self, call: Call, ask: GetDelta) -> Answer:
+    def _delta(self, call: Call, ask: GetDelta) -> Handled:
         """Return a delta from a version that the reader has. If that version is gone, the reader fetches the new one
         whole."""
         old = self._catalog.find(VersionKey(ask.base_lineage, ask.base_version))
         new = self._catalog.find(VersionKey(ask.lineage, ask.version))
         self._deltas.check(ask, old.about.manifest, new.about.manifest)
-        with self._pieces.turn(call.peer):
+        return partial(self._make_delta, call.peer, ask, old, new)
+
+    async def _make_delta(self, peer: str, ask: GetDelta, old: Stored, new: Stored) -> Answer:
+        with self._pieces.turn(peer):
             try:
                 return Chunk(offset=ask.offset), [await self._deltas.make(ask, old, new)]
             except OSError as error:  # whichever of the two is bad: a read of the whole version will show it

@@ -91,7 +91,7 @@ def test_a_signal_drains_and_ends_with_0(start: Start, short_dir: Path, number: 
 def test_a_second_signal_leaves_at_once(start: Start, short_dir: Path) -> None:
     process = start(IGNORES)
     process.send_signal(signal.SIGTERM)
-    while "draining" not in log_of(short_dir):
+    while "stopping" not in log_of(short_dir):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     assert process.wait(5) == 128 + signal.SIGTERM

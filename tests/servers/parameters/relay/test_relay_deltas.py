@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from staleflow.net import weights
-from staleflow.net.endpoint import Call
 from staleflow.net.errors import Refused, Unavailable
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version
@@ -27,15 +26,15 @@ async def test_a_delta_of_a_tensor_is_given_before_the_whole_version_is_here(
     grown: Grown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "DELTA_MAX_BYTES_PER_S", float("inf"))
-    held, serve = asyncio.Event(), ParameterService._delta  # pyright: ignore[reportPrivateUsage]
+    held, serve = asyncio.Event(), ParameterService._make_delta  # pyright: ignore[reportPrivateUsage]
     nbytes = LARGE["first"].nbytes
 
-    async def late(self: ParameterService, call: Call, ask: GetDelta) -> Answer:
+    async def late(self: ParameterService, peer: str, ask: GetDelta, *stored: Any) -> Answer:
         if ask.offset >= nbytes:
             await held.wait()
-        return await serve(self, call, ask)
+        return await serve(self, peer, ask, *stored)
 
-    monkeypatch.setattr(ParameterService, "_delta", late)
+    monkeypatch.setattr(ParameterService, "_make_delta", late)
     await grown.grow("relay-0", mb_per_s=50.0)
     client = await grown.client("relay-0")
     await client.ask(manifest_of(0, host=RELAY_HOST), ManifestReply)  # the base is stored

@@ -5,6 +5,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,13 +163,13 @@ async def test_readers_with_keys_have_the_version_from_a_relay_with_the_servers_
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    serve = ParameterService._chunk  # pyright: ignore[reportPrivateUsage]
+    serve = ParameterService._read  # pyright: ignore[reportPrivateUsage]
 
-    async def noted(self: ParameterService, call: Call, ask: GetChunk) -> Answer:
-        asked.append(call.peer.partition(".")[0])
-        return await serve(self, call, ask)
+    async def noted(self: ParameterService, peer: str, ask: GetChunk, *stored: Any) -> Answer:
+        asked.append(peer.partition(".")[0])
+        return await serve(self, peer, ask, *stored)
 
-    monkeypatch.setattr(ParameterService, "_chunk", noted)
+    monkeypatch.setattr(ParameterService, "_read", noted)
     assert (await guarded.endpoint()).startswith("tcp://127.0.0.1:")
     await guarded.publish()
     async with await guarded.reader().pull(Lineage(0), Version(0)) as pulled:

@@ -13,7 +13,6 @@ import pytest
 
 from staleflow.configs.errors import ConfigError
 from staleflow.net import weights
-from staleflow.net.endpoint import Call
 from staleflow.net.errors import Refused
 from staleflow.process.daemon import Stop
 from staleflow.protocols.consistency.effects import Code
@@ -49,13 +48,13 @@ pytestmark = pytest.mark.usefixtures("hosts")
 def root_chunks(monkeypatch: pytest.MonkeyPatch) -> list[GetChunk]:
     """Record every chunk that is requested from the parameter server itself."""
     seen: list[GetChunk] = []
-    serve = ParameterService._chunk  # pyright: ignore[reportPrivateUsage]
+    serve = ParameterService._read  # pyright: ignore[reportPrivateUsage]
 
-    async def noted(self: ParameterService, call: Call, ask: GetChunk) -> Answer:
+    async def noted(self: ParameterService, peer: str, ask: GetChunk, *stored: Any) -> Answer:
         seen.append(ask)
-        return await serve(self, call, ask)
+        return await serve(self, peer, ask, *stored)
 
-    monkeypatch.setattr(ParameterService, "_chunk", noted)
+    monkeypatch.setattr(ParameterService, "_read", noted)
     return seen
 
 
@@ -88,14 +87,14 @@ async def test_a_relay_below_a_relay_gives_a_tensor_before_the_whole_version_is_
     grown: Grown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tree, "FANOUT", 1)
-    held, serve = asyncio.Event(), ParameterService._chunk  # pyright: ignore[reportPrivateUsage]
+    held, serve = asyncio.Event(), ParameterService._read  # pyright: ignore[reportPrivateUsage]
 
-    async def late(self: ParameterService, call: Call, ask: GetChunk) -> Answer:
+    async def late(self: ParameterService, peer: str, ask: GetChunk, *stored: Any) -> Answer:
         if ask.offset >= LARGE["first"].nbytes:
             await held.wait()
-        return await serve(self, call, ask)
+        return await serve(self, peer, ask, *stored)
 
-    monkeypatch.setattr(ParameterService, "_chunk", late)
+    monkeypatch.setattr(ParameterService, "_read", late)
     for name in ("relay-0", "relay-1", "relay-2"):
         await grown.grow(name)
     assert [str(known["from"])[:7] for known in await grown.tree()] == ["", "relay-0", "relay-1"]

@@ -55,7 +55,7 @@ async def test_nobody_needs_to_attach_again(world: World) -> None:
 
 
 async def test_who_never_comes_back_loses_his_leases_when_they_expire(short_dir: Path) -> None:
-    world = World(short_dir / "run", config(lease_s=1.0))
+    world = World(short_dir / "run", config(lease_s=2.0))
     world.start()
     try:
         cast = await Cast(world).enter()
