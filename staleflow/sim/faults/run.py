@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.process.host import raise_file_limit
+from staleflow.servers.scheduler.service import SETTLE_TIMEOUT_MS, TRAINER_TIMEOUT_MS
 from staleflow.sim.faults.faults import Faults
 from staleflow.sim.faults.plan import Plan, plan_of
 from staleflow.sim.faults.reconcile import reconcile
@@ -23,6 +24,8 @@ SETTLE_S = 12.0
 """Time after the last fault: long enough for leases to end, stages to be retried, and garbage to be found."""
 END_S = 60.0
 """Time within which a run that is to end must end."""
+DRAIN_S = END_S + (SETTLE_TIMEOUT_MS + TRAINER_TIMEOUT_MS) / 1000
+"""The same for a drain: groups whose stages keep failing hold it up until the scheduler no longer waits for them."""
 MIN_FAULTS = 15
 MAX_S = 2_000.0
 """A run that its faults keep from progressing is judged after this, however few events it has."""
@@ -92,7 +95,7 @@ def _run(plan: Plan, events: int, run_dir: Path) -> Outcome:
             world.scene.finishing = True
             if not plan.finite:
                 world.finish()
-            closed = _until(world, world.closed, MAX_S if plan.finite else END_S)
+            closed = _until(world, world.closed, MAX_S if plan.finite else DRAIN_S if plan.drained else END_S)
             _for(world, 15.0 if plan.killed_at_end else 5.0)
             if not closed and not world.history.stalls:
                 world.history.stalls.append("the run does not end")
