@@ -153,7 +153,7 @@ class GroupOperations:
         prompts, batch_size = self._interpreter.prompts, self._interpreter.limits.batch_size
         prompts.discard(group)
         if not retired:
-            prompts.requeue(group, batch_size << min(self._backoff.num_failures(group), 20))
+            prompts.requeue(group, batch_size << min(prompts.tries[group].failures, 20))
 
     def _event(self, op: LedgerOp) -> events.Event:
         if isinstance(op, RegisterRelease):

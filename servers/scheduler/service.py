@@ -94,7 +94,7 @@ class Service:
     def __init__(
         self, config: Config, run_dir: Path, identity: Identity, interpreter: Interpreter, session: str = ""
     ) -> None:
-        """``session``: id of the start of the run, or of a resumption; a new session clears the stored phase."""
+        """``session``: id of the start of the run, or of a resumption; a new session clears the stored phase and tries."""
         self._interpreter = interpreter
         self._clock = interpreter.clock
         self._config = config
@@ -107,6 +107,8 @@ class Service:
         with interpreter.store.read() as txn:
             self._registry.load(txn)
             self.phase = phases.load(txn, session)
+            if phases.is_new_session(txn, session):
+                interpreter.prompts.tries.clear()
         self._instances = Instances(config.trajectories.shards, self._leases_of, interpreter.clock)
         self._instances.newest = interpreter.machine.version
         prompts, clock, shards = interpreter.prompts, interpreter.clock, config.trajectories.shards

@@ -4,7 +4,8 @@ An instance that fails every group immediately always has free slots, so a strat
 burn through the prompt source. A streak of failures puts it on hold, with exponential backoff, until it pushes a group.
 
 A failure counts against its prompt only while the instance (or the stages) succeeds on other prompts: a broken instance
-must not cost a prompt. All state is kept in memory; a restart of the scheduler resets the counts.
+must not cost a prompt. The failures of each prompt are durable (``GroupTries``); the streaks of instances are not, because
+a restarted scheduler soon observes them again.
 """
 
 import logging
@@ -34,8 +35,6 @@ MAX_TRIES = 3
 """Failures after which a prompt is given up in the stages, or where no other instance can try it."""
 MAX_PROMPTS = 1_000
 """Maximum number of distinct prompts counted in one streak: enough to exclude chance for a source of any size."""
-MAX_TRIED = 65_536
-"""Maximum number of groups whose failures are stored."""
 MAX_STREAKS = 4_096
 """Maximum number of instances whose failures are stored."""
 MAX_DETAIL = 500
@@ -72,17 +71,6 @@ class Streak:
         self.failing = self.failing or (many and working <= LEASES_PER_FAILURE * self.count)
 
 
-@dataclass(slots=True)
-class GroupFailures:
-    """Failures of one group."""
-
-    count: int = 0
-    tries: int = 0
-    """Failures that count against the prompt."""
-    instances: set[str] = field(default_factory=set[str])
-    """Names of the instances with failures that count."""
-
-
 class Backoff:
     """Tracks failures and successes of groups, and decides which instances are on hold."""
 
@@ -92,7 +80,7 @@ class Backoff:
         self._name_of = name_of
         self._streaks: dict[WorkerId, Streak] = {}
         self._staged = Streak()
-        self._group_failures: dict[GroupId, GroupFailures] = {}
+        self._tries = interpreter.prompts.tries
         self._shown: dict[WorkerId, tuple[bool, bool]] = {}
         """(on trial, on hold) of each failing instance, as of the last snapshot."""
         self.newest_given_up = ""
@@ -112,45 +100,34 @@ class Backoff:
         streak = self._staged if staged else self._streaks.get(group_view.worker)
         if (streak is not None and streak.failing) or not (totals.occupies if staged else totals.pushes):
             return False
-        failures = self._group_failures.get(group_view.group) or GroupFailures()
+        tries = self._tries[group_view.group]
         if staged:
-            return failures.tries + 1 >= MAX_TRIES
+            return tries.counted + 1 >= MAX_TRIES
         others = any(other.worker != group_view.worker and not self.fails(other.worker) for other in self._instances)
         limit = MAX_TRIES * (1 + others)
-        return bool(failures.instances - {self._name_of(group_view.worker)}) or failures.tries + 1 >= limit
-
-    def num_failures(self, group: GroupId) -> int:
-        """Return how often a group has failed since the scheduler started."""
-        failures = self._group_failures.get(group)
-        return 0 if failures is None else failures.count
+        name = self._name_of(group_view.worker)
+        return any(instance != name for instance in tries.instances) or tries.counted + 1 >= limit
 
     def released(self, op: RegisterRelease, effect: Released, *, retired: bool) -> None:
         """Count a group that a worker or a shard released as aborted. ``retired``: its prompt was given up."""
         if op.why is not ReleaseWhy.ABORTED:
+            self._tries.forget(effect.group)  # filtered: its id has retired
             return
         now_ms, rows = self._interpreter.clock.now_ms(), max(self._interpreter.prompts.rows, 1)
         streak = self._staged if effect.pushed else self._streak(effect.worker)
         if retired:
-            self._group_failures.pop(effect.group, None)
+            self._tries.forget(effect.group)
             self.newest_given_up = op.detail[:MAX_DETAIL]
         else:
-            self._count_failure(effect, counts=not streak.failing)
+            instance = "" if effect.pushed else self._name_of(effect.worker)
+            self._tries.add(effect.group, instance, counts=not streak.failing)
         streak.add(effect.group % rows, op.detail, now_ms, hopeless=op.hopeless)
         if effect.pushed:
             streak.update(rows, self._interpreter.machine.state_counts()["pushed"])
             return
-        instance = self._instances.get(effect.worker)
-        streak.update(rows, 0 if instance is None else len(instance.leases))
+        working = self._instances.get(effect.worker)
+        streak.update(rows, 0 if working is None else len(working.leases))
         self._hold(effect.worker, streak, now_ms)
-
-    def _count_failure(self, effect: Released, *, counts: bool) -> None:
-        failures = self._group_failures.setdefault(effect.group, GroupFailures())
-        failures.count += 1
-        failures.tries += counts
-        if counts and not effect.pushed:
-            failures.instances.add(self._name_of(effect.worker))
-        if len(self._group_failures) > MAX_TRIED:
-            del self._group_failures[next(iter(self._group_failures))]
 
     def _streak(self, worker: WorkerId) -> Streak:
         streak = self._streaks.setdefault(worker, Streak())
@@ -163,7 +140,7 @@ class Backoff:
             self.update()
 
     def _occupied(self, effect: Occupied) -> None:
-        self._group_failures.pop(effect.group, None)
+        self._tries.forget(effect.group)
         if self._staged.count:
             self._staged = Streak()
 

@@ -59,10 +59,19 @@ class Phase:
         txn.put("meta", _KEY, msgspec.msgpack.encode(stored))
 
 
+def is_new_session(txn: Read, session: str) -> bool:
+    """Return whether this is the first start of ``session``; False without a session."""
+    return bool(session) and session != _stored(txn).session
+
+
 def load(txn: Read, session: str) -> Phase:
     """Return the stored phase, or a new one if ``session`` is not the stored session; the caller saves it."""
-    raw = txn.get("meta", _KEY)
-    stored = Stored() if raw is None else msgspec.msgpack.decode(raw, type=Stored)
-    if session and session != stored.session:
+    if is_new_session(txn, session):
         return Phase(session=session)
+    stored = _stored(txn)
     return Phase(session=stored.session, drained=stored.drained, finished=stored.finished, error=stored.error)
+
+
+def _stored(txn: Read) -> Stored:
+    raw = txn.get("meta", _KEY)
+    return Stored() if raw is None else msgspec.msgpack.decode(raw, type=Stored)

@@ -13,6 +13,7 @@ from staleflow.protocols.consistency.ids import GroupId
 from staleflow.servers.scheduler.lengths import log as length_log
 from staleflow.servers.scheduler.lengths.expected import Lengths
 from staleflow.servers.scheduler.prompts.stream import Clustering, PromptStream
+from staleflow.servers.scheduler.prompts.tries import GroupTries
 from staleflow.store.base import Read, Write, key_number, number_key
 
 TABLES = ("deck", "again", length_log.TABLE)
@@ -42,6 +43,7 @@ class PromptQueue:
     ) -> None:
         self.lengths = lengths or Lengths()
         """Expected length of each prompt's samples."""
+        self.tries = GroupTries()
         self._stream = PromptStream(seed=seed, epochs=epochs, expected=self.lengths.expected_of, clustering=clustering)
         self._batch = clustering.batch_size if clustering else 0
         """Number of fresh groups after which the remaining ones are put in order again; 0: never."""
@@ -64,6 +66,7 @@ class PromptQueue:
         self._stream.restore(self._state.rows, self._state.cursor, self._state.ahead)
         self.lengths.rows = self.rows
         self.lengths.load(txn)
+        self.tries.load(txn)
         self._requeued = [(key_number(key[:8]), key_number(key[8:])) for key in txn.keys("again")]
         self._due = {group: due for due, group in self._requeued}
         self._changes = {}
@@ -82,17 +85,19 @@ class PromptQueue:
             else:
                 txn.delete("again", key)
         self.lengths.save(txn)
+        self.tries.save(txn)
 
     def saved(self) -> None:
         """Note that the changes of ``save`` are durable: a failed commit must write them again."""
         self._moved = False
         self._changes.clear()
         self.lengths.saved()
+        self.tries.saved()
 
     @property
     def changed(self) -> bool:
         """True if unsaved changes exist."""
-        return bool(self._changes) or self._moved or self.lengths.changed
+        return bool(self._changes) or self._moved or self.lengths.changed or self.tries.changed
 
     @property
     def endless(self) -> bool:

@@ -81,7 +81,7 @@ class Deadlock:
         if self._may_return("rollout"):
             return ""
         if left == prompts.num_requeued and all(
-            backoff.num_failures(group) >= MIN_FAILURES for group in prompts.requeued_groups()
+            prompts.tries[group].failures >= MIN_FAILURES for group in prompts.requeued_groups()
         ):
             return f"{step} and each prompt that is left, {left}, failed {MIN_FAILURES} times. {self._newest()}"
         if (refused := backoff.all_refuse()) >= min(prompts.rows, MAX_PROMPTS):

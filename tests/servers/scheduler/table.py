@@ -83,16 +83,18 @@ class Table:
         self.term = joined.trainer_term
         self.publish(0)
 
-    def _open(self) -> None:
-        self.service, self.interpreter = open_service(self.config, self.run_dir, self.store, self.clock)
+    def _open(self, session: str = "") -> None:
+        self.service, self.interpreter = open_service(
+            self.config, self.run_dir, self.store, self.clock, session=session
+        )
         self._answers: list[Callable[[], None]] = []
         self.endpoint = MemoryEndpoint(self.service.on_call, self._answers.append)
         self.service.peers = lambda: self.endpoint.peers
 
-    def restart(self) -> None:
+    def restart(self, session: str = "") -> None:
         """Kill and restart the scheduler; every attached peer is still connected, and its next message counts."""
         self.interpreter.trace.close()
-        self._open()
+        self._open(session)
 
     def close(self) -> AuditReport:
         """End the run; return the auditor's report."""

@@ -101,3 +101,52 @@ def test_a_prompt_that_fails_at_two_instances_is_given_up(tmp_path: Path) -> Non
             break
     assert table.interpreter.machine.retired(GroupId(bad))
     assert set(failed) == {"a", "b"} or len(failed) == 2 * MAX_TRIES
+
+
+def fail_in_a_stage(table: Table, seat: Seat, failing: int) -> None:
+    """Push every group of ``seat``; the stages fail group ``failing`` and finish the others."""
+    for assign in list(seat.held.values()):
+        if assign.group == failing:
+            table.push(assign, seat.name)
+            table.release(assign, ReleaseWhy.ABORTED, "trajectories-0")
+            del seat.held[assign.lease]
+        else:
+            seat.finish(assign.group)
+    while sealed(table):
+        table.train()
+    seat.report()
+
+
+def test_a_prompt_that_always_fails_is_given_up_although_the_scheduler_restarts_after_each_failure(
+    tmp_path: Path,
+) -> None:
+    table = Table(tmp_path / "run", config(batch_size=2))
+    seat = Seat(table, "a", capacity=4)
+    failing, failures = seat.holds()[0], 0
+    for _ in range(200):
+        if failing in seat.holds():
+            failures += 1
+            fail_in_a_stage(table, seat, failing)
+            table.restart()
+            seat.report()
+        else:
+            fail_in_a_stage(table, seat, failing)
+        if table.interpreter.machine.retired(GroupId(failing)):
+            break
+    assert failures == MAX_TRIES
+    assert table.interpreter.machine.retired(GroupId(failing))
+    assert len(table.interpreter.prompts.tries) == 0, "nothing is stored about a group that was given up"
+    table.close()
+
+
+def test_a_resumed_run_starts_without_tries_since_its_reward_may_be_another_one(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config(batch_size=2))
+    table.restart("monday")
+    seat = Seat(table, "a", capacity=4)
+    fail_in_a_stage(table, seat, failing := seat.holds()[0])
+    assert table.interpreter.prompts.tries[GroupId(failing)].failures == 1
+    table.restart("monday")
+    assert table.interpreter.prompts.tries[GroupId(failing)].failures == 1
+    table.restart("tuesday")
+    assert table.interpreter.prompts.tries[GroupId(failing)].failures == 0
+    table.close()
