@@ -140,6 +140,9 @@ class Interpreter:
         except StoreError as error:
             log.debug("the store still rejects writes: %s", error)
             self._undo()
+        except BaseException:
+            self.trace.forget()
+            raise
         else:
             self.failed = False
             log.info("the store accepts writes again")
@@ -161,6 +164,10 @@ class Interpreter:
             self.full = error.resource if isinstance(error, StoreFull) else "failing"
             self.failed = True
             return False
+        except BaseException:
+            # The process ends, and closing the trace writes what waits: a line beyond the store makes the run unresumable.
+            self.trace.forget()
+            raise
         self._written()
         return True
 

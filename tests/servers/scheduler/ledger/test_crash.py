@@ -3,6 +3,8 @@
 import asyncio
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,8 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Version
 from staleflow.protocols.wire.messages import Batch, Done, Metrics
 from staleflow.protocols.wire.stages import CRITIC
+from staleflow.store.memory import MemoryWrite
+from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import Cast, Instance, Someone, TrainerOf, World, config
 
 
@@ -263,3 +267,27 @@ async def test_who_only_sends_heartbeats_is_known_to_be_there_after_a_restart(sh
             await Someone(world, "critic-1", "stage", stage=CRITIC).attach()
     finally:
         world.close()
+
+
+def test_a_commit_that_raises_an_unexpected_error_leaves_no_line_in_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line that the store never had would make the ledger look like an older copy, and the run unresumable."""
+    table = Table(tmp_path / "run", config(batch_size=2))
+    Seat(table, "a")
+    lines, real = table.interpreter.trace.path.read_bytes(), table.store.write
+
+    @contextmanager
+    def failing() -> Iterator[MemoryWrite]:
+        with real() as txn:
+            yield txn
+            raise RuntimeError("the transaction failed in a way that no store names")
+
+    monkeypatch.setattr(table.store, "write", failing)
+    with pytest.raises(RuntimeError, match="no store names"):
+        table.service.close("SIGTERM")
+    monkeypatch.undo()
+    table.restart()
+    assert table.interpreter.trace.path.read_bytes().startswith(lines)
+    report = table.close()
+    assert (report.events["open"], report.events["close"]) == (2, 1)
