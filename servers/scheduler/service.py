@@ -94,7 +94,8 @@ class Service:
     def __init__(
         self, config: Config, run_dir: Path, identity: Identity, interpreter: Interpreter, session: str = ""
     ) -> None:
-        """``session``: id of the start of the run, or of a resumption; a new session clears the stored phase and tries."""
+        """``session``: id of the start of the run, or of a resumption. A new session clears the stored phase and the
+        tries of failing prompts."""
         self._interpreter = interpreter
         self._clock = interpreter.clock
         self._config = config

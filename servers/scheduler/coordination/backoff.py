@@ -4,8 +4,8 @@ An instance that fails every group immediately always has free slots, so a strat
 burn through the prompt source. A streak of failures puts it on hold, with exponential backoff, until it pushes a group.
 
 A failure counts against its prompt only while the instance (or the stages) succeeds on other prompts: a broken instance
-must not cost a prompt. The failures of each prompt are durable (``GroupTries``); the streaks of instances are not, because
-a restarted scheduler soon observes them again.
+must not cost a prompt. The failures of each prompt are durable (``GroupTries``); the streaks of instances are not,
+because a restarted scheduler soon observes them again.
 """
 
 import logging
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from staleflow.protocols.consistency.effects import Occupied, Pushed, Released, ReleaseWhy
 from staleflow.protocols.consistency.groups import GroupView, State
-from staleflow.protocols.consistency.ids import GroupId, WorkerId
+from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import RegisterRelease
 from staleflow.protocols.wire.messages.status import Hold
 from staleflow.servers.scheduler.coordination.instances import Instances

@@ -165,7 +165,8 @@ class Interpreter:
             self.failed = True
             return False
         except BaseException:
-            # The process ends, and closing the trace writes what waits: a line beyond the store makes the run unresumable.
+            # The process ends. Closing the trace would write these lines, which the store does not have, and no
+            # scheduler could resume the run.
             self.trace.forget()
             raise
         self._written()
