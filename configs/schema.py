@@ -83,8 +83,8 @@ class Reward(Section, frozen=True, kw_only=True):
     timeout_s: Seconds = 10.0
     """Maximum seconds of one call. A call that exceeds it is killed and counts as failed."""
     retries: NonNegative = 2
-    """Number of retries for a sample whose call raised or timed out. After them another worker retries the group; if
-    that fails too, the group is released."""
+    """Number of retries for a sample whose call raised or timed out. After them the group has failed one try of three:
+    other workers make the next tries, and after the third the group is released."""
     concurrency: Calls = 1024
     """Maximum number of concurrent calls of an ``async def`` in one worker; a group takes ``rollout.group_size`` of
     them. Any other function runs one call at a time. With a judge that replies in one second, each worker computes this
@@ -132,8 +132,8 @@ class Stage(Section, frozen=True, kw_only=True):
     timeout_s: Seconds = 60.0
     """Maximum seconds of one call. A call that exceeds it is killed and counts as failed."""
     retries: NonNegative = 2
-    """Number of retries for a group whose call raised, timed out or returned too little. After them another worker
-    retries it; if that fails too, the group is released."""
+    """Number of retries for a group whose call raised, timed out or returned too little. After them the group has
+    failed one try of three: other workers make the next tries, and after the third the group is released."""
 
 
 class Environment(Section, frozen=True, kw_only=True):

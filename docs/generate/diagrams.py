@@ -53,7 +53,7 @@ def _architecture() -> Iterator[str]:
         yield from _request(164, 411, y, request, content, "dotted")
     for y, request, content in (
         (76, "Join", "checkpoint to continue from"),
-        (134, "GetBatch", "reply: names of the sealed batch"),
+        (134, "GetBatch, GetClaims", "reply: names of the groups to train"),
         (192, "RegisterCheckpoint", "version"),
     ):
         yield from _request(836, 619, y, request, content, "dotted")
@@ -64,10 +64,12 @@ def _architecture() -> Iterator[str]:
     yield from _request(164, 411, 562, "PutPartial", "samples that move")
     yield from _request(836, 619, 510, "GetGroups", "reply: payload of the batch")
     yield pointer(547, 286, 547, 234, "dotted")
-    yield words(556, 264, "RegisterVersion", "small")
+    yield words(556, 257, "RegisterVersion", "small")
+    yield words(556, 272, "GetRetainedVersions", "small")
     yield pointer(440, 436, 440, 234, "dotted")
-    yield words(448, 400, "Operations", "small")
-    yield words(448, 415, "register push, occupy, release", "small")
+    yield words(448, 390, "Operations", "small")
+    yield words(448, 405, "register push, occupy, release, quarantine", "small")
+    yield words(448, 425, "GetRetained (reply: groups to keep)", "small")
     yield pointer(470, 646, 470, 584)
     yield words(462, 612, "GetStageWork", "end small")
     yield words(462, 627, "reply: groups", "end small")
