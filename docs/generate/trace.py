@@ -112,7 +112,8 @@ EVENTS = {
     ),
     "drop": "An occupied group is given up. Its id is never leased again.",
     "seal": (
-        "A batch is fixed for a step: claimed groups first, then by deadline (trajectory bound) and order of occupation."
+        "A batch is fixed for a step: claimed groups first, then by deadline (trajectory bound), then by order of "
+        "occupation."
     ),
     "claim": "An occupied group is fixed as the next member of a batch that is not sealed yet (streaming).",
     "unseal": "A sealed batch, and every later one, is dissolved; its members are occupied again.",
