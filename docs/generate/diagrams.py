@@ -52,7 +52,7 @@ def _architecture() -> Iterator[str]:
     ):
         yield from _request(164, 411, y, request, content, "dotted")
     for y, request, content in (
-        (76, "Join", "checkpoint to continue from"),
+        (76, "Join", "version of its checkpoint; reply: trainer term"),
         (134, "GetBatch, GetClaims", "reply: names of the groups to train"),
         (192, "RegisterCheckpoint", "version"),
     ):

@@ -97,8 +97,8 @@ EVENTS = {
     "detach": "A process left, was replaced, or fell silent. Leases of a silent worker last until they expire.",
     "publish": "A version of the weights is published. Versions are dense: each is the previous one plus 1.",
     "pull": (
-        "A rollout worker reported that it loaded, or failed to load, a published version. Failures and repeats: at "
-        "most one line per second."
+        "A rollout worker reported that it loaded, or failed to load, a published version. Each newer version has its "
+        "own line; failures and repeats have at most one line per second and worker."
     ),
     "join": "A trainer joined and fenced every older term.",
     "rollback": "A trainer resumed from an older checkpoint; later versions are abandoned.",
@@ -111,7 +111,10 @@ EVENTS = {
         "failures."
     ),
     "drop": "An occupied group is given up. Its id is never leased again.",
-    "seal": "A batch is fixed for a step: claimed groups first, then by deadline and order of occupation.",
+    "seal": (
+        "A batch is fixed for a step: claimed groups first, then by deadline (trajectory bound), then by order of "
+        "occupation."
+    ),
     "claim": "An occupied group is fixed as the next member of a batch that is not sealed yet (streaming).",
     "unseal": "A sealed batch, and every later one, is dissolved; its members are occupied again.",
     "deliver": "A rank of the trainer was given a batch, or the first micro-batch of one.",

@@ -26,7 +26,8 @@ def _require(holds: bool, ledger: Ledger, message: str, group: Group | None = No
 
 
 def _i1(ledger: Ledger) -> None:
-    """The bound: the oldest version of a group in batch k is at least k - max_staleness, or its tokens are masked."""
+    """The bound in batch k: under the trajectory bound no group is older than k - max_staleness, and under either bound
+    the batch counts its tokens older than that as masked."""
     eta = ledger.limits.max_staleness
     for step, batch in ledger.batches.items():
         masked = 0
@@ -41,7 +42,8 @@ def _i1(ledger: Ledger) -> None:
 
 
 def _i2(ledger: Ledger) -> None:
-    """Hall's condition for every deadline, with claimed groups counted by deadline, then as seats taken at step s."""
+    """Hall's condition for every deadline (trajectory bound), with claimed groups counted at their deadline, then at
+    step s."""
     window = ledger.window
     if window.token_bound:
         return

@@ -106,8 +106,8 @@ def command(
     stem: Path | None,
     as_json: bool,
 ) -> int:
-    """Run CONFIG with simulated engines and a simulated trainer: the real scheduler and strategies, without a model and
-    without waiting.
+    """Run CONFIG with simulated engines and a simulated trainer: the real scheduler, strategies and rollout workers,
+    without a model and without waiting.
 
     Engines follow [rollout.simulated] and [simulation]; a train step takes trainer.simulated_step_s. The trace is
     audited; the exit code is 1 if it violates a rule. With --compare, every bound and overdue policy of staleflow and
