@@ -24,7 +24,7 @@ from staleflow.servers.scheduler.prompts.queue import PromptQueue
 from staleflow.store.base import FULL_SHARE, Store, StoreCorrupt, StoreError, StoreFull, Write
 from staleflow.store.disk_errors import Resource
 from staleflow.trace import writer as trace
-from staleflow.trace.events import EVENT_OF, Open
+from staleflow.trace.events import Open, event_of
 from staleflow.trace.writer import Trace
 
 log = logging.getLogger(__name__)
@@ -84,12 +84,10 @@ class Interpreter:
         """Apply one event; trace its effects and notify listeners in order. The next commit makes them durable."""
         effects = self.machine.apply(event, self.clock.now_ms())
         for effect in effects:
-            kind = type(effect)
-            line = EVENT_OF.get(kind)
-            if line is not None:
+            if (line := event_of(effect)) is not None:
                 self._touched = True
-                self.trace.add(line(effect))
-            for listener in self._listeners.get(kind, ()):
+                self.trace.add(line)
+            for listener in self._listeners.get(type(effect), ()):
                 listener(effect)
         return effects
 
