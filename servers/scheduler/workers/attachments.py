@@ -4,7 +4,8 @@ A worker that detaches or is replaced loses its leases in the ledger immediately
 they expire.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from functools import partial
 
 from staleflow.configs.loading.load import to_json
@@ -25,7 +26,6 @@ from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.ledger.rejects import Rejects
 from staleflow.servers.scheduler.workers import registry
 from staleflow.servers.scheduler.workers.registry import ROLES, Process, Registry
-from staleflow.servers.scheduler.workers.reserved_names import name_objection
 from staleflow.trace import events as trace_events
 
 MAX_TEXT_BYTES = 1_024
@@ -35,6 +35,19 @@ NAME_TIMEOUT_MS = 15_000
 heartbeats, or a little later if the scheduler itself is late."""
 MAX_WHY_CHARS = 200
 """Maximum length of the reason of a ``Detach``: it is traced."""
+_ROLES: dict[str, tuple[str, ...]] = {
+    "rollout": ("rollout",),
+    "stage": ("stage",),
+    "trainer": ("trainer",),
+    "trajectories": ("trajectories",),
+    "parameters": ("parameters",),
+    "relay": ("relay",),
+    "scheduler": (),
+    "monitor": OBSERVER_ROLES,
+    "admin": OBSERVER_ROLES,
+}
+"""Roles that may use a name, by the first word of the name."""
+_FIRST_WORD = re.compile(r"[^-.]*")
 
 
 class Attachments:
@@ -254,3 +267,23 @@ class Attachments:
 
         for process in self._registry.discard_silent(needed):
             self._interpreter.with_commit(partial(registry.forget, name=process.name))
+
+
+def reserved_for(name: str, stages: Collection[str]) -> tuple[str, ...] | None:
+    """Return the roles that may use ``name``; None if every role may. ``stages``: the stages of the run.
+
+    A name whose first word is a role ("trainer", "trajectories-0") or a stage ("reward-2") is reserved for that role,
+    even while no process uses it: a process of another role with that name would lock its owner out.
+    """
+    match = _FIRST_WORD.match(name)
+    word = match.group() if match else ""
+    return ("stage",) if word in stages else _ROLES.get(word)
+
+
+def name_objection(name: str, role: str, stages: Collection[str]) -> str | None:
+    """Return why a process of ``role`` may not use ``name``, or None."""
+    roles = reserved_for(name, stages)
+    if roles is None or role in roles:
+        return None
+    owners = f"processes of role {roles[0]}" if roles else "the scheduler itself"
+    return f'name is "{name}", which is reserved for {owners}; use a name with another first word'
