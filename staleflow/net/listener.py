@@ -26,8 +26,8 @@ POLLS_PER_REFRESH: Final = 10
 _UNKNOWN: Final = (b"", b"")
 _SRCFD: Final = int(zmq.SRCFD)
 _USER_ID: Final = "User-Id"
-ADDRESS: Final = "inproc://zeromq.zap.01"
-_VERSION: Final = b"1.0"
+_ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
+_ZAP_VERSION: Final = b"1.0"
 _BINARY_KEY_BYTES: Final = 32
 
 
@@ -50,7 +50,7 @@ class ZapHandler:
         self._allowed = allowed
         self._on_rejected = on_rejected
         self._socket = DrainedSocket(zmq.REP, num_heads=1, limits=limits, on_message=self._check, within=within)
-        self._socket.zmq.bind(ADDRESS)
+        self._socket.zmq.bind(_ZAP_ADDRESS)
 
     def start(self) -> None:
         self._socket.start()
@@ -62,7 +62,7 @@ class ZapHandler:
         """Handle one request: version; then request id, domain, address, identity, mechanism, credentials."""
         parts = [bytes(frame) for frame in frames[:6]]
         request = parts[0] if parts else b""
-        if oversize or len(parts) < 6 or head[0] != _VERSION or parts[1] != DOMAIN or parts[4] != b"CURVE":
+        if oversize or len(parts) < 6 or head[0] != _ZAP_VERSION or parts[1] != DOMAIN or parts[4] != b"CURVE":
             self._reject(request, "", "")
             return
         address, credentials = parts[2].decode("utf-8", "backslashreplace"), parts[5]
@@ -71,10 +71,10 @@ class ZapHandler:
         if self._allowed.find(public) is None:
             self._reject(request, address, public.decode())
         else:
-            self._socket.send((_VERSION, request, b"200", b"OK", public, b""))
+            self._socket.send((_ZAP_VERSION, request, b"200", b"OK", public, b""))
 
     def _reject(self, request: bytes, address: str, public: str) -> None:
-        self._socket.send((_VERSION, request, b"400", b"not allowed", b"", b""))
+        self._socket.send((_ZAP_VERSION, request, b"400", b"not allowed", b"", b""))
         self._on_rejected(address, public)
 
 
