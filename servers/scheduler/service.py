@@ -6,7 +6,7 @@ the coordination cycle, commit everything, and only then send the replies. A lon
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import nlargest
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from staleflow.servers.scheduler.prompt_features import PromptFeatureRequests
 from staleflow.servers.scheduler.prompts.failures import PromptFailures
 from staleflow.servers.scheduler.status.deadlock import Deadlock
 from staleflow.servers.scheduler.status.prometheus import Exposition
+from staleflow.servers.scheduler.status.sources import StatusSources
 from staleflow.servers.scheduler.status.stage_loads import StageLoadTable
 from staleflow.servers.scheduler.status.status import StatusView
 from staleflow.servers.scheduler.status.step_metrics import StepMetrics
@@ -88,13 +89,27 @@ _REQUEUED = (ReleaseWhy.EXPIRED, ReleaseWhy.ABORTED, ReleaseWhy.OVERDUE, Release
 """Release reasons after which the group is requeued."""
 
 
+WakeLater = Callable[[Callable[[], None]], object]
+
+
 class Service:
     """The scheduler without its socket."""
 
     def __init__(
-        self, config: Config, run_dir: Path, identity: Identity, interpreter: Interpreter, session: str = ""
+        self,
+        config: Config,
+        run_dir: Path,
+        identity: Identity,
+        interpreter: Interpreter,
+        *,
+        session: str,
+        wake_later: WakeLater,
     ) -> None:
-        """``session``: id of the start of the run, or of a resumption; a new session clears the stored phase."""
+        """``session``: id of the start of the run, or of a resumption; a new session clears the stored phase.
+
+        ``wake_later`` schedules a call of its argument after a short delay.
+        """
+        self._wake_later = wake_later
         self._interpreter = interpreter
         self._clock = interpreter.clock
         self._config = config
@@ -134,23 +149,21 @@ class Service:
         ledger_side = (interpreter, self._replies, self._rejects)
         self._model_limits = CurrentModelLimits(interpreter, self._replies)
         self._training = Training(*ledger_side, config.trainer.steps, self._model_limits)
-        self._why = Why(
-            config,
-            interpreter,
-            self._registry,
-            self._instances,
-            self._deadlock,
-            self._backoff,
-            self.phase,
-            self._loads,
-            self._training.is_trainer_waiting,
+        sources = StatusSources(
+            config=config,
+            identity=identity,
+            interpreter=interpreter,
+            registry=self._registry,
+            instances=self._instances,
+            phase=self.phase,
+            loads=self._loads,
         )
-        shared = (config, identity, interpreter, self._registry, self._instances, self._metrics)
-        self._status = StatusView(*shared, self.phase, self._loads, self._why, str(run_dir.resolve()))
+        self._why = Why(sources, self._deadlock, self._backoff, self._training.is_trainer_waiting)
+        self._status = StatusView(sources, self._metrics, self._why, str(run_dir.resolve()))
         process_side = (self._registry, self._instances, self.phase)
         self._attachments = Attachments(config, identity, str(run_dir), *ledger_side, *process_side)
         self._pulls = PullReports(*ledger_side, self._registry, self._instances)
-        self.exposition = Exposition(*shared, self._loads, self.phase, self._training.is_trainer_waiting)
+        self.exposition = Exposition(sources, self._metrics, self._training.is_trainer_waiting)
         self._feature_requests = PromptFeatureRequests(prompts, self._registry, clock.now_ms)
         handoffs = Handoffs(interpreter, self._instances)
         self._operations = GroupOperations(
@@ -170,11 +183,9 @@ class Service:
         self._wake_scheduled = False
         self._drained_ms = self._finished_ms = self._trainer_ms = 0
         """Times of the drain, of the finish, and of the last attached trainer, as seen by this process; 0: never."""
-        self.peers: Callable[[], list[str]] = list
-        """Returns the peers that the transport is connected to; set by the owner of the socket."""
+        self._connected: set[str] = set()
+        """Peers that the transport was connected to at the last tick, without those that it has lost since."""
         self.name_conflict = self._registry.name_conflict
-        self.schedule_wake: Callable[[], object] = lambda: None
-        """Schedules a call of ``wake`` after a short delay; set by the owner of the event loop."""
         self._listen()
         self._enter()
 
@@ -265,7 +276,7 @@ class Service:
         now_ns = self._clock.now_ns()
         self._attachments.note_message(call.peer, now_ns // 1_000_000, call.key)
         if kind is messages.GetStatus:
-            call.reply(self._status.status(set(self.peers())))
+            call.reply(self._status.status(self._connected))
             return
         handler = self._handlers.get(kind)
         if handler is None:
@@ -287,6 +298,7 @@ class Service:
 
     def on_gone(self, peer: str) -> None:
         """Handle the loss of a peer by the transport."""
+        self._connected.discard(peer)
         self._attachments.mark_silent(peer)
         self._feature_requests.remove_peer(peer)
 
@@ -317,7 +329,7 @@ class Service:
             self._instances.answer()
             if self._cycle.unfinished and not self._wake_scheduled:
                 self._wake_scheduled = True
-                self.schedule_wake()
+                self._wake_later(self.wake)
             return
         # The commit failed and the ledger is back at the previous one: undo what instances and replies derived from it.
         self._instances.newest = self._interpreter.machine.version
@@ -327,7 +339,7 @@ class Service:
     def wake(self) -> None:
         """Continue unfinished coordination work, or schedule another call while the cycle still pauses."""
         if self._cycle.resting:
-            self.schedule_wake()
+            self._wake_later(self.wake)
             return
         self._wake_scheduled = False
         self.flush()
@@ -338,8 +350,12 @@ class Service:
 
     # --- time ------------------------------------------------------------------------------------------------
 
-    def tick(self) -> None:
-        """Do the periodic work: expiries, liveness, room checks, timeouts of waiting calls."""
+    def tick(self, connected: Sequence[str]) -> None:
+        """Do the periodic work: expiries, liveness, room checks, timeouts of waiting calls.
+
+        ``connected``: peers that the transport is connected to.
+        """
+        self._connected = set(connected)
         now = self._clock.now_ms()
         self._ticks += 1
         if self._ticks % ROOM_TICKS == 0 and not self.phase.closed:
@@ -347,7 +363,7 @@ class Service:
             self._restore_files()
         if not self.phase.closed and not self._interpreter.failed:
             self._interpreter.apply(events.Tick())
-            self._attachments.note_heartbeats(self.peers(), now)
+            self._attachments.note_heartbeats(connected, now)
             if self._ticks % ROOM_TICKS == 0:
                 self._attachments.discard_silent()
             self._rejects.flush(now)

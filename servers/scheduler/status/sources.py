@@ -1,0 +1,24 @@
+"""The parts of the scheduler that the status, ``--why`` and the metrics read."""
+
+from dataclasses import dataclass
+
+from staleflow.configs.schema import Config
+from staleflow.servers.scheduler.coordination.instances import Instances
+from staleflow.servers.scheduler.ledger.identity import Identity
+from staleflow.servers.scheduler.ledger.interpreter import Interpreter
+from staleflow.servers.scheduler.ledger.phase import Phase
+from staleflow.servers.scheduler.status.stage_loads import StageLoadTable
+from staleflow.servers.scheduler.workers.registry import Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusSources:
+    """State that views read and never change."""
+
+    config: Config
+    identity: Identity
+    interpreter: Interpreter
+    registry: Registry
+    instances: Instances
+    phase: Phase
+    loads: StageLoadTable
