@@ -31,7 +31,8 @@ CHECKPOINT_DRAIN_TIMEOUT_S = CHECKPOINT_TIMEOUT_S - 2.0
 def launch(command: Sequence[str], nproc: int, *, watched: bool) -> int:
     """Run ``command`` on ``nproc`` ranks until all have exited. Return the exit code of the first that failed, or 0.
 
-    SIGTERM, SIGINT and SIGHUP are forwarded as SIGTERM; a second one kills. ``watched``: a supervisor started this process.
+    SIGTERM, SIGINT and SIGHUP are forwarded as SIGTERM; a second one kills. ``watched``: a
+    supervisor started this process.
     """
     with socket.socket() as meeting, StopSignals() as stop:
         meeting.bind(("127.0.0.1", 0))

@@ -70,7 +70,7 @@ def _behind(path: Path, what: str) -> ConfigError:
 
 
 def of_run(run_dir: Path) -> Iterator[tuple[Path, KnownState]]:
-    """Yield the states that the plain files of a run directory record: checkpoints, and the parameter server's folder."""
+    """Yield the states that checkpoints and the parameter server's folder record in a run directory."""
     yield from of_checkpoints(run_dir)
     yield run_dir / "parameters", read(run_dir / "parameters")
 
