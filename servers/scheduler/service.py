@@ -184,7 +184,7 @@ class Service:
         self._drained_ms = self._finished_ms = self._trainer_ms = 0
         """Times of the drain, of the finish, and of the last attached trainer, as seen by this process; 0: never."""
         self._connected: set[str] = set()
-        """Peers that the transport was connected to at the last tick, without those that it has lost since."""
+        """Peers that the transport is connected to: those of the last tick, and of every message and loss since."""
         self.name_conflict = self._registry.name_conflict
         self._listen()
         self._enter()
@@ -274,6 +274,7 @@ class Service:
         body = call.body
         kind = type(body)
         now_ns = self._clock.now_ns()
+        self._connected.add(call.peer)
         self._attachments.note_message(call.peer, now_ns // 1_000_000, call.key)
         if kind is messages.GetStatus:
             call.reply(self._status.status(self._connected))
