@@ -134,7 +134,6 @@ def stack(
     *,
     unit: str = "",
     x_unit: str = "step",
-    meaning: str = "",
     whole: bool = False,
 ) -> Chart:
     """Return a stacked area chart, first series at the bottom; each position extends half-way to its neighbours."""
@@ -161,7 +160,6 @@ def stack(
         hover=_hover(xs, series, thinned),
         low=span[0],
         high=span[1],
-        meaning=meaning,
         whole=whole,
     )
 
