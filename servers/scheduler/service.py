@@ -26,7 +26,6 @@ from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Done
 from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.cycle import Cycle
-from staleflow.servers.scheduler.coordination.handoff import Handoffs
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.ledger import phase as phases
 from staleflow.servers.scheduler.ledger.identity import Identity
@@ -38,9 +37,9 @@ from staleflow.servers.scheduler.ledger.training import Training
 from staleflow.servers.scheduler.operations import GroupOperations
 from staleflow.servers.scheduler.prompt_features import PromptFeatureRequests
 from staleflow.servers.scheduler.prompts.failures import PromptFailures
+from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.status.deadlock import Deadlock
 from staleflow.servers.scheduler.status.prometheus import Exposition
-from staleflow.servers.scheduler.status.sources import StatusSources
 from staleflow.servers.scheduler.status.stage_loads import StageLoadTable
 from staleflow.servers.scheduler.status.status import StatusView
 from staleflow.servers.scheduler.status.step_metrics import StepMetrics
@@ -124,7 +123,7 @@ class Service:
             self.phase = phases.load(txn, session)
         self._instances = Instances(config.trajectories.shards, self._leases_of, interpreter.clock)
         self._instances.newest = interpreter.machine.version
-        prompts, clock, shards = interpreter.prompts, interpreter.clock, config.trajectories.shards
+        prompts, clock = interpreter.prompts, interpreter.clock
         self._metrics = StepMetrics(
             run_dir / "metrics.jsonl",
             interpreter.limits,
@@ -136,20 +135,8 @@ class Service:
         self._metrics.resume(interpreter.machine)
         self._prompt_failures = PromptFailures()
         self._backoff = Backoff(interpreter, self._instances, self._registry.name_of)
-        self._loads = StageLoadTable(shards, stages(config), self._replies)
-        self._deadlock = Deadlock(
-            config,
-            interpreter,
-            self._prompt_failures,
-            self._backoff,
-            self._registry.may_return,
-            lambda for_ms: self._loads.all_fail(self._registry.stage_workers(), for_ms),
-            self._registry.name_of,
-        )
-        ledger_side = (interpreter, self._replies, self._rejects)
-        self._model_limits = CurrentModelLimits(interpreter, self._replies)
-        self._training = Training(*ledger_side, config.trainer.steps, self._model_limits)
-        sources = StatusSources(
+        self._loads = StageLoadTable(config.trajectories.shards, stages(config), self._replies)
+        state = SchedulerState(
             config=config,
             identity=identity,
             interpreter=interpreter,
@@ -158,16 +145,18 @@ class Service:
             phase=self.phase,
             loads=self._loads,
         )
-        self._why = Why(sources, self._deadlock, self._backoff, self._training.is_trainer_waiting)
-        self._status = StatusView(sources, self._metrics, self._why, str(run_dir.resolve()))
-        process_side = (self._registry, self._instances, self.phase)
-        self._attachments = Attachments(config, identity, str(run_dir), *ledger_side, *process_side)
+        self._deadlock = Deadlock(state, self._prompt_failures, self._backoff)
+        ledger_side = (interpreter, self._replies, self._rejects)
+        self._model_limits = CurrentModelLimits(interpreter, self._replies)
+        self._training = Training(*ledger_side, config.trainer.steps, self._model_limits)
+        self._why = Why(state, self._deadlock, self._backoff, self._training.is_trainer_waiting)
+        self._status = StatusView(state, self._metrics, self._why, str(run_dir.resolve()))
+        self._attachments = Attachments(state, self._replies, self._rejects, str(run_dir))
         self._pulls = PullReports(*ledger_side, self._registry, self._instances)
-        self.exposition = Exposition(sources, self._metrics, self._training.is_trainer_waiting)
+        self.exposition = Exposition(state, self._metrics, self._training.is_trainer_waiting)
         self._feature_requests = PromptFeatureRequests(prompts, self._registry, clock.now_ms)
-        handoffs = Handoffs(interpreter, self._instances)
         self._operations = GroupOperations(
-            *ledger_side, self._metrics, handoffs, self._prompt_failures, self._backoff, shards
+            state, self._replies, self._rejects, self._metrics, self._prompt_failures, self._backoff
         )
         self._cycle = Cycle(
             interpreter,

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from staleflow.configs.stages import graph
 from staleflow.metrics.names import METRICS, PLACES, PREFIX, prometheus
 from staleflow.net.security import security_mode
-from staleflow.servers.scheduler.status.sources import StatusSources
+from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.status.step_metrics import StepMetrics
 
 CACHE_MS: Final = 1_000
@@ -88,13 +88,13 @@ def names() -> dict[str, str]:
 class Exposition:
     """Read-only view of the scheduler that formats the exposition."""
 
-    def __init__(self, sources: StatusSources, metrics: StepMetrics, trainer_waits: Callable[[], bool]) -> None:
-        self._config, self._identity, self._phase = sources.config, sources.identity, sources.phase
-        self._interpreter, self._registry = sources.interpreter, sources.registry
-        self._instances, self._loads = sources.instances, sources.loads
+    def __init__(self, state: SchedulerState, metrics: StepMetrics, trainer_waits: Callable[[], bool]) -> None:
+        self._config, self._identity, self._phase = state.config, state.identity, state.phase
+        self._interpreter, self._registry = state.interpreter, state.registry
+        self._instances, self._loads = state.instances, state.loads
         self._metrics = metrics
-        self._stages = [node.name for node in graph(sources.config)]
-        self._started_ms = sources.interpreter.clock.now_ms()
+        self._stages = [node.name for node in graph(state.config)]
+        self._started_ms = state.interpreter.clock.now_ms()
         self._cached: tuple[int, bytes] = (-CACHE_MS, b"")
         self._build_lock = asyncio.Lock()
         self._trainer_waits = trainer_waits

@@ -19,7 +19,7 @@ from staleflow.protocols.wire.messages.status import (
     WorkerStatus,
 )
 from staleflow.servers.scheduler.coordination.instance import Instance
-from staleflow.servers.scheduler.status.sources import StatusSources
+from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.status.stage_loads import (
     Load,
     calls_limit,
@@ -41,14 +41,14 @@ MAX_SILENT_ROWS = 64
 class StatusView:
     """Read-only view of the scheduler that builds status replies."""
 
-    def __init__(self, sources: StatusSources, metrics: StepMetrics, why: Why, run_dir: str) -> None:
-        self._config, self._identity, self._phase = sources.config, sources.identity, sources.phase
-        self._interpreter, self._registry = sources.interpreter, sources.registry
-        self._instances, self._loads = sources.instances, sources.loads
+    def __init__(self, state: SchedulerState, metrics: StepMetrics, why: Why, run_dir: str) -> None:
+        self._config, self._identity, self._phase = state.config, state.identity, state.phase
+        self._interpreter, self._registry = state.interpreter, state.registry
+        self._instances, self._loads = state.instances, state.loads
         self._metrics = metrics
         self._why = why
-        self._stages = graph(sources.config)
-        self._started_ms = sources.interpreter.clock.now_ms()
+        self._stages = graph(state.config)
+        self._started_ms = state.interpreter.clock.now_ms()
         self._run_dir = run_dir
         self._newest = (-CACHE_MS, SchedulerStatus())
 

@@ -14,9 +14,9 @@ from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages.status import Hold, Pin
 from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.lengths.durations import Durations
+from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.status.deadlock import Deadlock
 from staleflow.servers.scheduler.status.sentences import pinned, restarted, restricted, silent, starved
-from staleflow.servers.scheduler.status.sources import StatusSources
 from staleflow.servers.scheduler.status.stage_loads import calls_limit, episodes_limit
 from staleflow.servers.scheduler.workers.registry import CRASH_LOOP_WINDOW_MS
 from staleflow.store.disk_errors import trouble
@@ -30,14 +30,14 @@ class Why:
 
     def __init__(
         self,
-        sources: StatusSources,
+        state: SchedulerState,
         deadlock: Deadlock,
         backoff: Backoff,
         is_trainer_waiting: Callable[[], bool],
     ) -> None:
         """``is_trainer_waiting``: returns whether the trainer waits for its current batch."""
-        self._config, self._interpreter, self._phase = sources.config, sources.interpreter, sources.phase
-        self._registry, self._instances, self._loads = sources.registry, sources.instances, sources.loads
+        self._config, self._interpreter, self._phase = state.config, state.interpreter, state.phase
+        self._registry, self._instances, self._loads = state.registry, state.instances, state.loads
         self._deadlock = deadlock
         self._backoff = backoff
         self._is_trainer_waiting = is_trainer_waiting
@@ -48,7 +48,7 @@ class Why:
             (effects.Occupied, self._on_occupied),
             (effects.Released, self._on_released),
         ):
-            sources.interpreter.listen(effect, listener)
+            state.interpreter.listen(effect, listener)
 
     def sentence(self) -> str:
         """Explain what the run waits for now."""

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable
 from functools import partial
 
 from staleflow.configs.loading.load import to_json
-from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.net.endpoint import Call
 from staleflow.net.security import OBSERVER_ROLES
@@ -18,14 +17,11 @@ from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Attach, AttachReply, Detach, Done
 from staleflow.protocols.wire.stages import CRITIC, REWARD
-from staleflow.servers.scheduler.coordination.instances import Instances
-from staleflow.servers.scheduler.ledger.identity import Identity
-from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
-from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.ledger.rejects import Rejects
+from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.workers import registry
-from staleflow.servers.scheduler.workers.registry import ROLES, Process, Registry
+from staleflow.servers.scheduler.workers.registry import ROLES, Process
 from staleflow.trace import events as trace_events
 
 MAX_TEXT_BYTES = 1_024
@@ -53,29 +49,14 @@ _FIRST_WORD = re.compile(r"[^-.]*")
 class Attachments:
     """Keeps registry, instances, ledger and trace consistent about the attached processes."""
 
-    def __init__(
-        self,
-        config: Config,
-        identity: Identity,
-        run_dir: str,
-        interpreter: Interpreter,
-        replies: PendingReplies,
-        rejects: Rejects,
-        registry: Registry,
-        instances: Instances,
-        phase: Phase,
-    ) -> None:
-        self._config = config
-        self._config_json = to_json(config)
-        self._stages = frozenset(stages(config))
-        self._identity = identity
+    def __init__(self, state: SchedulerState, replies: PendingReplies, rejects: Rejects, run_dir: str) -> None:
+        self._config, self._identity, self._phase = state.config, state.identity, state.phase
+        self._interpreter, self._registry, self._instances = state.interpreter, state.registry, state.instances
+        self._config_json = to_json(state.config)
+        self._stages = frozenset(stages(state.config))
         self._run_dir = run_dir
-        self._interpreter = interpreter
         self._replies = replies
         self._rejects = rejects
-        self._registry = registry
-        self._instances = instances
-        self._phase = phase
 
     def attach(self, call: Call, body: Attach) -> None:
         no = self._objection(call, body)

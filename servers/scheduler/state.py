@@ -1,4 +1,4 @@
-"""The parts of the scheduler that the status, ``--why`` and the metrics read."""
+"""State that most parts of the scheduler share."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ from staleflow.servers.scheduler.workers.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatusSources:
-    """State that views read and never change."""
+class SchedulerState:
+    """Objects of one scheduler. What one part changes in them, the others see at once."""
 
     config: Config
     identity: Identity
