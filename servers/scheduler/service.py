@@ -40,13 +40,13 @@ from staleflow.servers.scheduler.prompts.failures import PromptFailures
 from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.status.deadlock import Deadlock
 from staleflow.servers.scheduler.status.prometheus import Exposition
-from staleflow.servers.scheduler.status.stage_loads import StageLoadTable
 from staleflow.servers.scheduler.status.status import StatusView
 from staleflow.servers.scheduler.status.step_metrics import StepMetrics
 from staleflow.servers.scheduler.status.why import Why
 from staleflow.servers.scheduler.workers.attachments import Attachments
 from staleflow.servers.scheduler.workers.pull_reports import PullReports
 from staleflow.servers.scheduler.workers.registry import Registry
+from staleflow.servers.scheduler.workers.stage_loads import StageLoadTable
 from staleflow.store.base import FULL_SHARE
 from staleflow.store.disk_errors import trouble
 from staleflow.trace import events as trace_events
@@ -146,13 +146,12 @@ class Service:
             loads=self._loads,
         )
         self._deadlock = Deadlock(state, self._prompt_failures, self._backoff)
-        ledger_side = (interpreter, self._replies, self._rejects)
         self._model_limits = CurrentModelLimits(interpreter, self._replies)
-        self._training = Training(*ledger_side, config.trainer.steps, self._model_limits)
+        self._training = Training(interpreter, self._replies, self._rejects, config.trainer.steps, self._model_limits)
         self._why = Why(state, self._deadlock, self._backoff, self._training.is_trainer_waiting)
         self._status = StatusView(state, self._metrics, self._why, str(run_dir.resolve()))
         self._attachments = Attachments(state, self._replies, self._rejects, str(run_dir))
-        self._pulls = PullReports(*ledger_side, self._registry, self._instances)
+        self._pulls = PullReports(state, self._replies, self._rejects)
         self.exposition = Exposition(state, self._metrics, self._training.is_trainer_waiting)
         self._feature_requests = PromptFeatureRequests(prompts, self._registry, clock.now_ms)
         self._operations = GroupOperations(

@@ -7,8 +7,8 @@ from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.ledger.identity import Identity
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.phase import Phase
-from staleflow.servers.scheduler.status.stage_loads import StageLoadTable
 from staleflow.servers.scheduler.workers.registry import Registry
+from staleflow.servers.scheduler.workers.stage_loads import StageLoadTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,15 +20,15 @@ from staleflow.protocols.wire.messages.status import (
 )
 from staleflow.servers.scheduler.coordination.instance import Instance
 from staleflow.servers.scheduler.state import SchedulerState
-from staleflow.servers.scheduler.status.stage_loads import (
+from staleflow.servers.scheduler.status.step_metrics import StepMetrics
+from staleflow.servers.scheduler.status.why import Why
+from staleflow.servers.scheduler.workers.registry import Process
+from staleflow.servers.scheduler.workers.stage_loads import (
     Load,
     calls_limit,
     calls_under_way,
     episodes_limit,
 )
-from staleflow.servers.scheduler.status.step_metrics import StepMetrics
-from staleflow.servers.scheduler.status.why import Why
-from staleflow.servers.scheduler.workers.registry import Process
 
 MIN_CACHED_PEERS = 64
 """With more processes than this, most of a reply is cached for ``CACHE_MS``: building it takes time from the ledger."""

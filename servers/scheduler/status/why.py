@@ -17,8 +17,8 @@ from staleflow.servers.scheduler.lengths.durations import Durations
 from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.status.deadlock import Deadlock
 from staleflow.servers.scheduler.status.sentences import pinned, restarted, restricted, silent, starved
-from staleflow.servers.scheduler.status.stage_loads import calls_limit, episodes_limit
 from staleflow.servers.scheduler.workers.registry import CRASH_LOOP_WINDOW_MS
+from staleflow.servers.scheduler.workers.stage_loads import calls_limit, episodes_limit
 from staleflow.store.disk_errors import trouble
 
 MAX_PINS = 16
