@@ -8,7 +8,6 @@
 """
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -64,8 +63,6 @@ from staleflow.servers.trajectories.stage_reports import report_stages
 from staleflow.servers.trajectories.stock import take_stock
 from staleflow.servers.trajectories.store import Columns, CorruptRecord, unpack_verified
 from staleflow.store.disk_errors import trouble
-
-log = logging.getLogger(__name__)
 
 BUSY_MS = 500
 """Retry delay in milliseconds sent with a ``BUSY`` reply."""

@@ -1,7 +1,6 @@
 """The bound side of TCP: bounds its connections and, with keys, attaches the sender's role to each message."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from typing import Final, cast
 from urllib.parse import urlsplit
@@ -16,8 +15,6 @@ from staleflow.net.keyring import DOMAIN, Keyring, as_server
 from staleflow.net.limits import TransportLimits
 from staleflow.net.zmq_stream import DrainedSocket, own_context
 from staleflow.protocols.wire.codec import Data
-
-log = logging.getLogger(__name__)
 
 BACKLOG: Final = 1_024
 """Connections that wait to be accepted."""

@@ -77,11 +77,6 @@ class PromptStream:
         """Bitmap of places handed out of order. Bit i is the place i after the first one that was not handed out."""
         return self._ahead.to_bytes((self._ahead.bit_length() + 7) // 8, "little")
 
-    @property
-    def endless(self) -> bool:
-        """True if the source is repeated without end."""
-        return not self._epochs
-
     def num_left(self) -> int:
         """Number of groups that can still be handed out; a large number for an endless source."""
         return self._end() - self.num_popped
