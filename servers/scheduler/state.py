@@ -13,7 +13,7 @@ from staleflow.servers.scheduler.workers.stage_loads import StageLoadTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerState:
-    """Objects of one scheduler. What one part changes in them, the others see at once."""
+    """Objects of one scheduler, shared by reference: a change by one part is visible to the others."""
 
     config: Config
     identity: Identity
