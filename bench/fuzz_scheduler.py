@@ -61,7 +61,6 @@ class SchedulerTarget:
         self._folder.mkdir(parents=True)
         self._clock, self._store = StandingClock(), MemoryStore(TABLES)
         self._service, self._interpreter = open_service(self._config, self._folder, self._store, self._clock)
-        self._service.peers = lambda: [WORKER, SHARD]
         self._ears = Ears(self._service.on_call)
         for message in self._hellos():
             self._say(message)
@@ -193,7 +192,7 @@ class SchedulerTarget:
         """Advance the clock; check the ledger, and compare it with the state that a restart reads from the store."""
         for _ in range(3):
             self._clock.ms += LATE_MS
-            self._service.tick()
+            self._service.tick([WORKER, SHARD])
         self._interpreter.machine.check()
         kept = self._interpreter.machine.snapshot()
         self._interpreter.load()

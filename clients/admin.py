@@ -15,7 +15,6 @@ class Admin:
     """Blocking connection to one server. Calls raise ``Unavailable`` on a timeout."""
 
     def __init__(self, address: str, name: str = "admin", *, transport: Transport = SOCKETS) -> None:
-        self._name = name
         self._worker = worker_id(name)
         self._client = BlockingClient(address, worker=self._worker, transport=transport)
 

@@ -99,13 +99,13 @@ class Sample:
         return pipe.Call(id=number, prompt=self.prompt, completion=self.completion, columns=self.columns)
 
 
-class RewardRunner:
-    """Runner of a reward function. Owned by one event loop."""
+class RewardRunner(CallRunner):
+    """Runner of a reward function."""
 
     def __init__(self, run: str, *, timeout_s: float, retries: int, concurrency: int) -> None:
         load = pipe.Load(run=run, timeout_s=timeout_s)
         program = Program(module="staleflow.clients.user_code.child", key="reward.run", noun=NOUN, load=load)
-        self._calls = CallRunner(program, retries=retries, concurrency=concurrency)
+        super().__init__(program, retries=retries, concurrency=concurrency)
 
     @classmethod
     def of(cls, settings: Reward) -> "RewardRunner":
@@ -113,24 +113,6 @@ class RewardRunner:
         return cls(
             settings.run, timeout_s=settings.timeout_s, retries=settings.retries, concurrency=settings.concurrency
         )
-
-    @property
-    def calls(self) -> int:
-        """Most calls under way at once; known once it has started."""
-        return self._calls.calls
-
-    @property
-    def failed_calls(self) -> int:
-        """Number of failed tries."""
-        return self._calls.failed_calls
-
-    async def start(self) -> None:
-        """Start the child. ``ConfigError`` when the function cannot be imported."""
-        await self._calls.start()
-
-    async def close(self) -> None:
-        """Kill the child; calls under way fail."""
-        await self._calls.close()
 
     async def score(self, samples: Sequence[Sample]) -> list[float]:
         """Return the reward of each sample, in order. Raise ``RewardFailed`` once one has failed for good."""
@@ -145,6 +127,6 @@ class RewardRunner:
     async def score_one(self, sample: Sample) -> float:
         """Return the reward of one sample. Raise ``RewardFailed`` after the last try."""
         try:
-            return (await self._calls.answer(sample.call)).value
+            return (await self.answer(sample.call)).value
         except CallFailed as failed:
             raise RewardFailed(str(failed)) from failed

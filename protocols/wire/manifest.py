@@ -69,7 +69,7 @@ def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...], str]]) -> Manifes
         nbytes = math.prod(shape) * NBYTES[dtype]
         entries.append(TensorEntry(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes, digest=checksum))
         end = offset + nbytes
-    return Manifest(tensors=entries, nbytes=end, sha=_sha(entries))
+    return Manifest(tensors=entries, nbytes=end, sha=hashlib.sha256(msgspec.msgpack.encode(entries)).hexdigest())
 
 
 def check(manifest: Manifest) -> None:
@@ -100,10 +100,6 @@ def _check_entries(tensors: list[TensorEntry]) -> None:
         nbytes += ALIGNMENT + math.prod(entry.shape) * NBYTES[entry.dtype]
         if nbytes > MAX_BYTES:
             raise _malformed(f"tensor {entry.name!r}: a version has at most {MAX_BYTES} bytes")
-
-
-def _sha(entries: list[TensorEntry]) -> str:
-    return hashlib.sha256(msgspec.msgpack.encode(entries)).hexdigest()
 
 
 def _malformed(detail: str) -> ProtocolError:

@@ -144,17 +144,13 @@ class Versions:
         try:
             size = self._spare.stat().st_size
             if not size // 2 <= nbytes <= size:
-                self.drop_spare()
+                _unlink(self._spare)
                 return False
             self._spare.chmod(0o644)
             self._spare.replace(path)
         except FileNotFoundError:
             return False
         return True
-
-    def drop_spare(self) -> None:
-        """Delete the spare file."""
-        _unlink(self._spare)
 
     def _check_room(self, key: VersionKey, nbytes: int) -> None:
         """Raise ``NoRoom`` before creating a file that cannot fit: allocating it could fill the file system first."""

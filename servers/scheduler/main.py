@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from staleflow.configs.errors import ConfigError
@@ -24,7 +25,7 @@ from staleflow.servers.scheduler.ledger.interpreter import TABLES, Interpreter
 from staleflow.servers.scheduler.lengths.expected import Lengths
 from staleflow.servers.scheduler.prompts.queue import PromptQueue
 from staleflow.servers.scheduler.prompts.stream import BLOCK, Clustering
-from staleflow.servers.scheduler.service import TICK_INTERVAL_S, Service
+from staleflow.servers.scheduler.service import TICK_INTERVAL_S, Service, WakeLater
 from staleflow.store import crash_recovery
 from staleflow.store.base import Store, StoreCorrupt, StoreFull, StoreInUse
 from staleflow.store.checksummed import CheckedStore
@@ -83,6 +84,8 @@ def open_service(
     lengths: Lengths | None = None,
     session: str = "",
     running: Clock | None = None,
+    *,
+    wake_later: WakeLater = lambda wake: None,
 ) -> tuple[Service, Interpreter]:
     """Restore the service from the store and write the ``open`` line of the trace.
 
@@ -92,6 +95,7 @@ def open_service(
     - ``lengths``: replaces the configured ranker.
     - ``session``: a session that is not the stored one resumes a run that was drained or has finished.
     - ``running``: clock for leases, silence and every timeout; ``clock`` if omitted. The trace uses ``clock``.
+    - ``wake_later``: calls its argument after ``CYCLE_DELAY_S``; without it, the next tick continues unfinished work.
     """
     old, identity = identities.stored(store), identities.identify(store, config, run_dir, run)
     durability = config.scheduler.durability
@@ -116,7 +120,7 @@ def open_service(
         raise ConfigError("run directory", str(run_dir), str(error)) from error
     identities.check_steps(old, config, interpreter.machine.version)
     _check_rest(run_dir, identity, interpreter.machine.lineage, interpreter.machine.version)
-    service = Service(config, run_dir, identity, interpreter, session)
+    service = Service(config, run_dir, identity, interpreter, session=session, wake_later=wake_later)
     interpreter.with_commit(lambda txn: identities.save(txn, identity))
     interpreter.open(_opened(config, identity, interpreter))
     service.flush()
@@ -177,7 +181,9 @@ async def serve_until(
     """Serve until stopped, or until this incarnation of the run is closed and its trace has ended."""
     token = read_token(config.metrics.token)
     running = RunningClock(clock)
-    service, interpreter = open_service(config, run_dir, store, clock, session=session, running=running)
+    service, interpreter = open_service(
+        config, run_dir, store, clock, session=session, running=running, wake_later=_wake_later
+    )
     endpoint = Endpoint(
         addresses(config, run_dir).scheduler,
         on_call=service.on_call,
@@ -190,12 +196,10 @@ async def serve_until(
     )
     if isinstance(transport, Sockets):
         transport.on_rejected = service.on_rejected
-    service.peers = lambda: endpoint.peers
-    service.schedule_wake = lambda: asyncio.get_running_loop().call_later(CYCLE_DELAY_S, service.wake)
     log.info("scheduler listening on %s", endpoint.address)
     scraped = _scraped(config, service, token)
     serving = asyncio.create_task(endpoint.serve())
-    ticking = asyncio.create_task(_tick(service, running))
+    ticking = asyncio.create_task(_tick(service, endpoint, running))
     ended = asyncio.create_task(stop.wait())
     try:
         if scraped is not None:
@@ -217,6 +221,10 @@ async def serve_until(
         await asyncio.gather(serving, ticking, ended, return_exceptions=True)
 
 
+def _wake_later(wake: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_later(CYCLE_DELAY_S, wake)
+
+
 def _scraped(config: Config, service: Service, token: str) -> ScrapeServer | None:
     """Build the Prometheus endpoint; None if ``metrics.bind`` is empty."""
     bind = config.metrics.bind
@@ -226,11 +234,11 @@ def _scraped(config: Config, service: Service, token: str) -> ScrapeServer | Non
     return ScrapeServer(bind, service.exposition.text, token=token, wide=wide)
 
 
-async def _tick(service: Service, clock: RunningClock) -> None:
+async def _tick(service: Service, endpoint: Endpoint, clock: RunningClock) -> None:
     paused_s = 0.0
     while True:
         await asyncio.sleep(TICK_INTERVAL_S)
-        service.tick()
+        service.tick(endpoint.peers)
         if clock.paused_s > paused_s:
             pause_s = clock.paused_s - paused_s
             log.warning("scheduler was paused for %.1f s; leases and peers do not age during a pause", pause_s)

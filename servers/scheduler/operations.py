@@ -27,10 +27,10 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.handoff import Handoffs
-from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 from staleflow.servers.scheduler.ledger.rejects import Rejects
 from staleflow.servers.scheduler.prompts.failures import PromptFailures
+from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.status.step_metrics import StepMetrics
 from staleflow.store.disk_errors import trouble
 
@@ -48,20 +48,18 @@ class GroupOperations:
 
     def __init__(
         self,
-        interpreter: Interpreter,
+        state: SchedulerState,
         replies: PendingReplies,
         rejects: Rejects,
         metrics: StepMetrics,
-        handoffs: Handoffs,
         prompt_failures: PromptFailures,
         backoff: Backoff,
-        shards: int,
     ) -> None:
-        self._interpreter = interpreter
-        self._shards = shards
+        self._interpreter = state.interpreter
+        self._shards = state.config.trajectories.shards
         self._prompt_failures = prompt_failures
         self._backoff = backoff
-        self._handoffs = handoffs
+        self._handoffs = Handoffs(state.interpreter, state.instances)
         self._replies = replies
         self._rejects = rejects
         self._metrics = metrics

@@ -6,7 +6,7 @@ the coordination cycle, commit everything, and only then send the replies. A lon
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import nlargest
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Done
 from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.cycle import Cycle
-from staleflow.servers.scheduler.coordination.handoff import Handoffs
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.ledger import phase as phases
 from staleflow.servers.scheduler.ledger.identity import Identity
@@ -38,15 +37,16 @@ from staleflow.servers.scheduler.ledger.training import Training
 from staleflow.servers.scheduler.operations import GroupOperations
 from staleflow.servers.scheduler.prompt_features import PromptFeatureRequests
 from staleflow.servers.scheduler.prompts.failures import PromptFailures
+from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.status.deadlock import Deadlock
 from staleflow.servers.scheduler.status.prometheus import Exposition
-from staleflow.servers.scheduler.status.stage_loads import StageLoadTable
 from staleflow.servers.scheduler.status.status import StatusView
 from staleflow.servers.scheduler.status.step_metrics import StepMetrics
 from staleflow.servers.scheduler.status.why import Why
 from staleflow.servers.scheduler.workers.attachments import Attachments
 from staleflow.servers.scheduler.workers.pull_reports import PullReports
 from staleflow.servers.scheduler.workers.registry import Registry
+from staleflow.servers.scheduler.workers.stage_loads import StageLoadTable
 from staleflow.store.base import FULL_SHARE
 from staleflow.store.disk_errors import trouble
 from staleflow.trace import events as trace_events
@@ -88,14 +88,25 @@ _REQUEUED = (ReleaseWhy.EXPIRED, ReleaseWhy.ABORTED, ReleaseWhy.OVERDUE, Release
 """Release reasons after which the group is requeued."""
 
 
+WakeLater = Callable[[Callable[[], None]], object]
+
+
 class Service:
     """The scheduler without its socket."""
 
     def __init__(
-        self, config: Config, run_dir: Path, identity: Identity, interpreter: Interpreter, session: str = ""
+        self,
+        config: Config,
+        run_dir: Path,
+        identity: Identity,
+        interpreter: Interpreter,
+        *,
+        session: str,
+        wake_later: WakeLater,
     ) -> None:
         """``session``: id of the start of the run, or of a resumption. A new session clears the stored phase and the
-        tries of failing prompts."""
+        tries of failing prompts. ``wake_later`` schedules a call of its argument after a short delay."""
+        self._wake_later = wake_later
         self._interpreter = interpreter
         self._clock = interpreter.clock
         self._config = config
@@ -112,7 +123,7 @@ class Service:
                 interpreter.prompts.tries.clear()
         self._instances = Instances(config.trajectories.shards, self._leases_of, interpreter.clock)
         self._instances.newest = interpreter.machine.version
-        prompts, clock, shards = interpreter.prompts, interpreter.clock, config.trajectories.shards
+        prompts, clock = interpreter.prompts, interpreter.clock
         self._metrics = StepMetrics(
             run_dir / "metrics.jsonl",
             interpreter.limits,
@@ -124,40 +135,27 @@ class Service:
         self._metrics.resume(interpreter.machine)
         self._prompt_failures = PromptFailures()
         self._backoff = Backoff(interpreter, self._instances, self._registry.name_of)
-        self._loads = StageLoadTable(shards, stages(config), self._replies)
-        self._deadlock = Deadlock(
-            config,
-            interpreter,
-            self._prompt_failures,
-            self._backoff,
-            self._registry.may_return,
-            lambda for_ms: self._loads.all_fail(self._registry.stage_workers(), for_ms),
-            self._registry.name_of,
+        self._loads = StageLoadTable(config.trajectories.shards, stages(config), self._replies)
+        state = SchedulerState(
+            config=config,
+            identity=identity,
+            interpreter=interpreter,
+            registry=self._registry,
+            instances=self._instances,
+            phase=self.phase,
+            loads=self._loads,
         )
-        ledger_side = (interpreter, self._replies, self._rejects)
+        self._deadlock = Deadlock(state, self._prompt_failures, self._backoff)
         self._model_limits = CurrentModelLimits(interpreter, self._replies)
-        self._training = Training(*ledger_side, config.trainer.steps, self._model_limits)
-        self._why = Why(
-            config,
-            interpreter,
-            self._registry,
-            self._instances,
-            self._deadlock,
-            self._backoff,
-            self.phase,
-            self._loads,
-            self._training.is_trainer_waiting,
-        )
-        shared = (config, identity, interpreter, self._registry, self._instances, self._metrics)
-        self._status = StatusView(*shared, self.phase, self._loads, self._why, str(run_dir.resolve()))
-        process_side = (self._registry, self._instances, self.phase)
-        self._attachments = Attachments(config, identity, str(run_dir), *ledger_side, *process_side)
-        self._pulls = PullReports(*ledger_side, self._registry, self._instances)
-        self.exposition = Exposition(*shared, self._loads, self.phase, self._training.is_trainer_waiting)
+        self._training = Training(interpreter, self._replies, self._rejects, config.trainer.steps, self._model_limits)
+        self._why = Why(state, self._deadlock, self._backoff, self._training.is_trainer_waiting)
+        self._status = StatusView(state, self._metrics, self._why, str(run_dir.resolve()))
+        self._attachments = Attachments(state, self._replies, self._rejects, str(run_dir))
+        self._pulls = PullReports(state, self._replies, self._rejects)
+        self.exposition = Exposition(state, self._metrics, self._training.is_trainer_waiting)
         self._feature_requests = PromptFeatureRequests(prompts, self._registry, clock.now_ms)
-        handoffs = Handoffs(interpreter, self._instances)
         self._operations = GroupOperations(
-            *ledger_side, self._metrics, handoffs, self._prompt_failures, self._backoff, shards
+            state, self._replies, self._rejects, self._metrics, self._prompt_failures, self._backoff
         )
         self._cycle = Cycle(
             interpreter,
@@ -173,11 +171,9 @@ class Service:
         self._wake_scheduled = False
         self._drained_ms = self._finished_ms = self._trainer_ms = 0
         """Times of the drain, of the finish, and of the last attached trainer, as seen by this process; 0: never."""
-        self.peers: Callable[[], list[str]] = list
-        """Returns the peers that the transport is connected to; set by the owner of the socket."""
+        self._connected: set[str] = set()
+        """Peers that the transport is connected to: those of the last tick, and of every message and loss since."""
         self.name_conflict = self._registry.name_conflict
-        self.schedule_wake: Callable[[], object] = lambda: None
-        """Schedules a call of ``wake`` after a short delay; set by the owner of the event loop."""
         self._listen()
         self._enter()
 
@@ -266,9 +262,10 @@ class Service:
         body = call.body
         kind = type(body)
         now_ns = self._clock.now_ns()
+        self._connected.add(call.peer)
         self._attachments.note_message(call.peer, now_ns // 1_000_000, call.key)
         if kind is messages.GetStatus:
-            call.reply(self._status.status(set(self.peers())))
+            call.reply(self._status.status(self._connected))
             return
         handler = self._handlers.get(kind)
         if handler is None:
@@ -290,6 +287,7 @@ class Service:
 
     def on_gone(self, peer: str) -> None:
         """Handle the loss of a peer by the transport."""
+        self._connected.discard(peer)
         self._attachments.mark_silent(peer)
         self._feature_requests.remove_peer(peer)
 
@@ -320,7 +318,7 @@ class Service:
             self._instances.answer()
             if self._cycle.unfinished and not self._wake_scheduled:
                 self._wake_scheduled = True
-                self.schedule_wake()
+                self._wake_later(self.wake)
             return
         # The commit failed and the ledger is back at the previous one: undo what instances and replies derived from it.
         self._instances.newest = self._interpreter.machine.version
@@ -330,7 +328,7 @@ class Service:
     def wake(self) -> None:
         """Continue unfinished coordination work, or schedule another call while the cycle still pauses."""
         if self._cycle.resting:
-            self.schedule_wake()
+            self._wake_later(self.wake)
             return
         self._wake_scheduled = False
         self.flush()
@@ -341,8 +339,12 @@ class Service:
 
     # --- time ------------------------------------------------------------------------------------------------
 
-    def tick(self) -> None:
-        """Do the periodic work: expiries, liveness, room checks, timeouts of waiting calls."""
+    def tick(self, connected: Sequence[str]) -> None:
+        """Do the periodic work: expiries, liveness, room checks, timeouts of waiting calls.
+
+        ``connected``: peers that the transport is connected to.
+        """
+        self._connected = set(connected)
         now = self._clock.now_ms()
         self._ticks += 1
         if self._ticks % ROOM_TICKS == 0 and not self.phase.closed:
@@ -350,7 +352,7 @@ class Service:
             self._restore_files()
         if not self.phase.closed and not self._interpreter.failed:
             self._interpreter.apply(events.Tick())
-            self._attachments.note_heartbeats(self.peers(), now)
+            self._attachments.note_heartbeats(connected, now)
             if self._ticks % ROOM_TICKS == 0:
                 self._attachments.discard_silent()
             self._rejects.flush(now)

@@ -8,7 +8,6 @@
 """
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -56,17 +55,14 @@ from staleflow.servers.runner import Answer, Handled, Service, Tasks
 from staleflow.servers.trajectories.holdings import Phase, StoredGroup, place_of
 from staleflow.servers.trajectories.partials import Partials
 from staleflow.servers.trajectories.prompt_features import describe
-from staleflow.servers.trajectories.push_rejects import PushRejects
 from staleflow.servers.trajectories.records import Key, Pushed, parse_push
-from staleflow.servers.trajectories.registrar import Registrar, Then
+from staleflow.servers.trajectories.registrar import PushRejects, Registrar, Then
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_calls import StageCalls
 from staleflow.servers.trajectories.stage_reports import report_stages
 from staleflow.servers.trajectories.stock import take_stock
 from staleflow.servers.trajectories.store import Columns, CorruptRecord, unpack_verified
 from staleflow.store.disk_errors import trouble
-
-log = logging.getLogger(__name__)
 
 BUSY_MS = 500
 """Retry delay in milliseconds sent with a ``BUSY`` reply."""

@@ -37,8 +37,7 @@ def command(overrides: tuple[str, ...], config_file: Path | None, run_dir: Path,
       staleflow doctor --config configs/quickstart.toml rollout.engine=vllm
     """
     from staleflow.cli.progress import bar
-    from staleflow.supervisor.abilities import abilities
-    from staleflow.supervisor.checkup import examine
+    from staleflow.supervisor.checkup import abilities, examine
 
     if overrides and config_file is None:
         raise ConfigError("override", overrides[0], "overrides change a configuration: add --config")

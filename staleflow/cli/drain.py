@@ -24,19 +24,13 @@ def command(run_dir: Path | None, connect: str | None, why: str) -> int:
       staleflow drain --connect tcp://10.0.0.7:5551 --why "maintenance"
     """
     from staleflow.clients.admin import Admin
-    from staleflow.configs.loading.load import addresses, read_run
     from staleflow.monitor.sources import phase_of
     from staleflow.net.permissions import Role
     from staleflow.net.security import client_sockets
     from staleflow.supervisor.joining import check_not_ended
 
-    if run_dir is not None and connect is not None:
-        raise click.UsageError("RUN_DIR and --connect exclude each other: give one of them")
-    config, address = None, connect or ""
-    if connect is None:
-        folder = options.choose_run_dir(run_dir)
-        config = options.read_within(folder, lambda: read_run(folder))
-        address = addresses(config, folder).scheduler
+    folder, config, address = options.scheduler_of(run_dir, connect)
+    if folder is not None:
         options.read_within(folder, lambda: check_not_ended(folder, address))
     sockets = client_sockets(config.security if config else None, Role.ADMIN)
     with Admin(address, "drain", transport=sockets) as admin:

@@ -89,6 +89,22 @@ def choose_run_dir(run_dir: Path | None, instead: str = "RUN_DIR or --connect AD
     return latest
 
 
+def scheduler_of(run_dir: Path | None, connect: str | None) -> "tuple[Path | None, Config | None, str]":
+    """Return the run directory and its configuration, both None with ``connect``, and the scheduler's address.
+
+    ``run_dir`` is the newest one if neither is given. Raise ``UsageError`` if both are.
+    """
+    from staleflow.configs.loading.load import addresses, read_run
+
+    if run_dir is not None and connect is not None:
+        raise click.UsageError("RUN_DIR and --connect exclude each other: give one of them")
+    if connect is not None:
+        return None, None, connect
+    folder = choose_run_dir(run_dir)
+    config = read_within(folder, lambda: read_run(folder))
+    return folder, config, addresses(config, folder).scheduler
+
+
 def read_within(run_dir: Path, read: "Callable[[], T]") -> "T":
     """Return ``read()``, which reads files of ``run_dir``. Raise ``ConfigError`` if their file system hangs."""
     from staleflow.process.hung_files import READ_TIMEOUT_S, within

@@ -33,7 +33,6 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
       staleflow status --connect tcp://10.0.0.7:5551 --json
     """
     from staleflow.clients.admin import Admin
-    from staleflow.configs.loading.load import addresses, read_run
     from staleflow.monitor.sources import phase_of
     from staleflow.net.errors import Unavailable
     from staleflow.net.security import OBSERVER_ROLES, client_sockets
@@ -41,15 +40,9 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
     from staleflow.protocols.wire.messages.status import as_dict
     from staleflow.supervisor.addresses import may_answer
 
-    if run_dir is not None and connect is not None:
-        raise click.UsageError("RUN_DIR and --connect exclude each other: give one of them")
-    run_dir = options.choose_run_dir(run_dir) if connect is None else None
-    config, address = None, connect or ""
-    if run_dir is not None:
-        config = options.read_within(run_dir, lambda: read_run(run_dir))
-        address = addresses(config, run_dir).scheduler
-        if not options.read_within(run_dir, lambda: may_answer(address)):
-            return options.read_within(run_dir, lambda: _ended(run_dir, address, why, as_json))
+    run_dir, config, address = options.scheduler_of(run_dir, connect)
+    if run_dir is not None and not options.read_within(run_dir, lambda: may_answer(address)):
+        return options.read_within(run_dir, lambda: _ended(run_dir, address, why, as_json))
     try:
         sockets = client_sockets(config.security if config else None, *OBSERVER_ROLES)
         with Admin(address, "status", transport=sockets) as admin:

@@ -9,6 +9,7 @@ from staleflow.cli import options
 from staleflow.configs.errors import ConfigError
 
 if TYPE_CHECKING:
+    from staleflow.configs.schema import Config
     from staleflow.monitor.sources import Live, Replay
 
 POLL_INTERVAL_S = 0.25
@@ -47,21 +48,18 @@ def command(
 
     from staleflow.monitor.top import answering, show
 
-    if run_dir is not None and connect is not None:
-        raise click.UsageError("RUN_DIR and --connect exclude each other: give one of them")
     if replay and connect is not None:
         raise click.UsageError("--replay reads a trace: give RUN_DIR, not --connect")
     if speed is not None and not replay:
         raise click.UsageError("--speed applies to a replay only: add --replay")
     if speed is not None and only_once:
         raise click.UsageError("--speed has no effect with --once, which shows the replay's end")
-    run_dir = options.choose_run_dir(run_dir) if connect is None else None
     signal.signal(signal.SIGTERM, _leave)
-    if replay and run_dir is not None:
-        with _replay(run_dir) as source:
+    if replay:
+        with _replay(options.choose_run_dir(run_dir)) as source:
             show(source, as_json=as_json, only_once=only_once, speed=speed or 1.0)
         return 0
-    with answering(_live(run_dir, connect)) as live:
+    with answering(_live(*options.scheduler_of(run_dir, connect))) as live:
         show(live, as_json=as_json, only_once=only_once, speed=None)
     return 0
 
@@ -85,15 +83,12 @@ def _replay(given: Path) -> "Replay":
     return Replay(trace, steps)
 
 
-def _live(run_dir: Path | None, connect: str | None) -> "Live":
-    from staleflow.configs.loading.load import addresses, read_run
+def _live(run_dir: Path | None, config: "Config | None", address: str) -> "Live":
     from staleflow.monitor.sources import Live
     from staleflow.net.security import OBSERVER_ROLES, client_sockets
     from staleflow.supervisor.addresses import may_answer, no_listener
     from staleflow.supervisor.rundir import died, holder, without_scheduler
 
-    config = options.read_within(run_dir, lambda: read_run(run_dir)) if run_dir else None
-    address = connect or (addresses(config, run_dir).scheduler if config and run_dir else "")
     if run_dir is not None and not options.read_within(run_dir, lambda: may_answer(address)):
         wait_for_start(run_dir, address)
     if run_dir is not None and not may_answer(address):

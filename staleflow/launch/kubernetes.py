@@ -13,19 +13,20 @@ is deleted. Containers receive the keys that they need as files that only they c
 """
 
 import hashlib
+import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import msgspec
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.imports import is_file, split
-from staleflow.configs.loading.extras import install
-from staleflow.configs.loading.presence import check_package
 from staleflow.configs.loading.toml import dumps
 from staleflow.configs.rules.checks import import_paths
 from staleflow.configs.schema import Config
@@ -43,13 +44,11 @@ from staleflow.launch.servers import EVERY_INTERFACE, ports, resolved
 from staleflow.net.keys import ALLOWED
 from staleflow.net.permissions import Role
 
-INSTALL_YAML = install("kubernetes")
 STATE = "/var/lib/staleflow"
 CONFIG = "/etc/staleflow"
 KEYS = "/run/staleflow/keys"
 WORK = "/work"
 DATA = "/data"
-GPU = "nvidia.com/gpu"
 WEIGHTS_GB = 100
 """Size of the servers' volume for versions of the weights if ``parameters.budget_mb`` is 0."""
 MAX_RESTARTS = 1000
@@ -59,14 +58,12 @@ MAX_NAME_LENGTH = 58
 MAX_RUN_NAME_LENGTH = 40
 PARTS = ("servers", "rollout", "trainer")
 """Parts of a run besides the stages."""
-
-Object = dict[str, Any]
+RESOURCES = ("servers.yaml", "rollout.yaml", "stages.yaml", "trainer.yaml")
 
 
 def check(config: Config) -> None:
     """Raise ``ConfigError`` for a configuration that cannot run in pods."""
     launch, workers = config.launch, config.rollout.workers
-    check_package("launch", "kubernetes", "yaml", INSTALL_YAML)
     if not launch.image:
         raise ConfigError(
             "launch.image", launch.image, "it must name a container image that contains staleflow (see Containerfile)"
@@ -81,20 +78,70 @@ def check(config: Config) -> None:
 
 
 def files(config: Config) -> dict[str, str]:
-    """Return the files of the folder without the keys, as file name -> text."""
-    name = dns_name(config.name)
-    objects = {
-        "servers.yaml": [_service(name, config), _servers(name, config)],
-        "rollout.yaml": [_rollout(name, config)],
-        "stages.yaml": [_stage(name, config, stage) for stage in stages(config)],
-        "trainer.yaml": _trainer(name, config),
-    }
-    items = {file: _yaml(of) for file, of in objects.items()}
+    """Return the files of the folder without the keys, as file name -> text. The objects are in ``manifests/``."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("staleflow.launch", "manifests"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["quoted"] = partial(json.dumps, ensure_ascii=False)  # a JSON string is a YAML string
+    values = _values(config)
+    templates = ("kustomization.yaml", *RESOURCES)
     return {
-        "kustomization.yaml": _yaml([_kustomization(name, config, objects)]),
         "config.toml": _config(config),
-        **items,
+        **{name: environment.get_template(name).render(values) for name in templates},
     }
+
+
+def _values(config: Config) -> dict[str, Any]:
+    """Return the values that the templates insert."""
+    name, port, job_stages = dns_name(config.name), config.launch.port, [_stage(config, one) for one in stages(config)]
+    look = f"import socket; socket.create_connection(('{name}-servers', {port}), 3)"
+    return {
+        "name": name,
+        "launch": config.launch,
+        "resources": [file for file in RESOURCES if file != "stages.yaml" or job_stages],
+        "secrets": _secrets(config),
+        "servers_at": list(zip(_server_names(config), ports(config), strict=True)),
+        "state_gib": _state_gib(config),
+        "servers": _servers(config),
+        "rollout": _rollout(config),
+        "stages": job_stages,
+        "trainer": _trainer(config),
+        "copy_keys": f"umask 077 && cp /secret/* {KEYS}/ && chmod 600 {KEYS}/*",
+        "wait_for_servers": f' && until python3 -c "{look}" 2>/dev/null; do sleep 2; done',
+        "max_restarts": MAX_RESTARTS,
+        "state": STATE,
+        "config": CONFIG,
+        "keys": KEYS,
+        "work": WORK,
+        "data": DATA,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Container:
+    """One container of a pod. The kubelet restarts it when it ends with an error."""
+
+    name: str
+    command: str
+    """Shell command. ``exec`` replaces the shell, so that the signal that ends a pod reaches the process itself."""
+    gpus: int = 0
+    millicpus: int = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """The pods of one object."""
+
+    part: str
+    """Suffix of the object's name, after the name of the run; label of its pods."""
+    secret: str
+    """Suffix of the name of the Secret with its keys."""
+    containers: list[Container]
+    count: int = 1
+    subdomain: str = ""
 
 
 def apply(folder: Path) -> str:
@@ -156,51 +203,22 @@ def _config(config: Config) -> str:
     return dumps(msgspec.to_builtins(resolved(ours, Path(STATE), EVERY_INTERFACE)))
 
 
-def _kustomization(name: str, config: Config, objects: Mapping[str, list[Object]]) -> Object:
-    secrets = [
-        {"name": f"{name}-{key}", "files": [f"{FOLDER}/{file}" for file in wanted]}
-        for key, wanted in _secrets(config).items()
-    ]
-    return {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": [file for file, of in objects.items() if of],
-        "configMapGenerator": [{"name": f"{name}-config", "files": ["config.toml"]}],
-        "secretGenerator": secrets,
-        "generatorOptions": {"disableNameSuffixHash": True},
-        "labels": [{"pairs": {"app.kubernetes.io/name": "staleflow", "app.kubernetes.io/instance": name}}],
-    }
-
-
 def _secrets(config: Config) -> dict[str, list[str]]:
     """Return the key files of each part of the run."""
     looking = [key_file(Role.MONITOR), key_file(Role.ADMIN)]
     server = [key_file(Role.SERVER), ALLOWED]
     relays = has_relay(config.launch.relays, _engines(config), config.launch.rollout_nodes)
-    return {
+    wanted = {
         "servers": [*server, *looking],
         "rollout": [key_file(Role.ROLLOUT), *(server if relays else [])],
         "stage": [key_file(Role.STAGE)],
         "trainer": [key_file(Role.TRAINER)],
     }
+    return {part: [f"{FOLDER}/{file}" for file in names] for part, names in wanted.items()}
 
 
 def _engines(config: Config) -> int:
     return config.rollout.workers // config.launch.rollout_nodes
-
-
-def _service(name: str, config: Config) -> Object:
-    named = zip(_server_names(config), ports(config), strict=True)
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": f"{name}-servers"},
-        "spec": {
-            "selector": _labels(name, "servers"),
-            "publishNotReadyAddresses": True,
-            "ports": [{"name": server[:15], "port": port} for server, port in named],
-        },
-    }
 
 
 def _server_names(config: Config) -> list[str]:
@@ -208,215 +226,64 @@ def _server_names(config: Config) -> list[str]:
     return ["scheduler", *shards, "parameters"]
 
 
-def _servers(name: str, config: Config) -> Object:
-    serve = f"staleflow serve {{}} --config {CONFIG}/config.toml --run-dir {STATE}/{name}"
+def _state_gib(config: Config) -> int:
+    """Return the size of the servers' volume."""
+    maps = config.scheduler.map_mb + config.trajectories.shards * config.trajectories.map_mb
+    return -(-maps // 1024) + (-(-config.parameters.budget_mb // 1024) or WEIGHTS_GB)
+
+
+def _servers(config: Config) -> Pod:
+    options = f"--config {CONFIG}/config.toml --run-dir {STATE}/{dns_name(config.name)}"
     words = {"scheduler": "scheduler", "parameters": "parameters"}
     words |= {f"trajectories-{shard}": f"trajectories --shard {shard}" for shard in range(config.trajectories.shards)}
-    mounts: list[Object] = [
-        {"name": "state", "mountPath": STATE},
-        {"name": "config", "mountPath": CONFIG, "readOnly": True},
-    ]
-    cpus = head_cpus(config) / len(words)
-    pod = _pod(
-        config,
-        f"{name}-servers",
-        [_container(config, one, serve.format(words[one]), mounts, cpus=cpus) for one in _server_names(config)],
-        [{"name": "config", "configMap": {"name": f"{name}-config"}}],
-    )
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
-        "metadata": {"name": f"{name}-servers"},
-        "spec": {
-            "replicas": 1,
-            "serviceName": f"{name}-servers",
-            "selector": {"matchLabels": _labels(name, "servers")},
-            "template": _template(name, "servers", pod),
-            "volumeClaimTemplates": [_claim(config)],
-        },
-    }
-
-
-def _claim(config: Config) -> Object:
-    maps = config.scheduler.map_mb + config.trajectories.shards * config.trajectories.map_mb
-    size = -(-maps // 1024) + (-(-config.parameters.budget_mb // 1024) or WEIGHTS_GB)
-    resources = {"requests": {"storage": f"{size}Gi"}}
-    return {"metadata": {"name": "state"}, "spec": {"accessModes": ["ReadWriteOnce"], "resources": resources}}
-
-
-def _rollout(name: str, config: Config) -> Object:
-    engines, attach = _engines(config), _attach(name, config)
-    index = "$JOB_COMPLETION_INDEX"
+    millicpus = round(1000 * (head_cpus(config) / len(words)))
     containers = [
-        _container(
-            config,
-            f"engine-{number}",
-            f"{attach} rollout --name rollout-{index}-{number}",
-            gpus=gpus_of_engine(config) if config.launch.gpus_per_node else 0,
-        )
+        Container(name=one, command=f"exec staleflow serve {words[one]} {options}", millicpus=millicpus)
+        for one in _server_names(config)
+    ]
+    return Pod(part="servers", secret="servers", containers=containers)
+
+
+def _rollout(config: Config) -> Pod:
+    engines, attach, launch = _engines(config), _attach(config), config.launch
+    index, gpus = "$JOB_COMPLETION_INDEX", gpus_of_engine(config) if launch.gpus_per_node else 0
+    containers = [
+        Container(name=f"engine-{number}", command=f"{attach} rollout --name rollout-{index}-{number}", gpus=gpus)
         for number in range(engines)
     ]
-    if has_relay(config.launch.relays, engines, config.launch.rollout_nodes):
+    if has_relay(launch.relays, engines, launch.rollout_nodes):
         words = f"{attach} relay --name relay-{index} --bind 'tcp://'$POD_IP':*'"
-        words += f" --mb-per-s {config.launch.relay_mb_per_s:g}" if config.launch.relay_mb_per_s else ""
-        containers.insert(0, _container(config, "relay", words))
-    return _job(name, "rollout", config.launch.rollout_nodes, _pod(config, f"{name}-rollout", containers))
+        words += f" --mb-per-s {launch.relay_mb_per_s:g}" if launch.relay_mb_per_s else ""
+        containers.insert(0, Container(name="relay", command=words))
+    return Pod(part="rollout", secret="rollout", containers=containers, count=launch.rollout_nodes)
 
 
-def _stage(name: str, config: Config, stage: str) -> Object:
-    words = f"{_attach(name, config)} stage --stage {stage} --name {stage}-$JOB_COMPLETION_INDEX"
+def _stage(config: Config, stage: str) -> Pod:
+    words = f"{_attach(config)} stage --stage {stage} --name {stage}-$JOB_COMPLETION_INDEX"
     gpus = int(stage in model_stages(config, config.launch.gpus_per_node))
-    pod = _pod(config, f"{name}-stage", [_container(config, "worker", words, gpus=gpus)])
-    return _job(name, _of_stage(config, stage), workers_of(config, stage), pod)
+    worker = Container(name="worker", command=words, gpus=gpus)
+    return Pod(part=_of_stage(config, stage), secret="stage", containers=[worker], count=workers_of(config, stage))
 
 
-def _trainer(name: str, config: Config) -> list[Object]:
-    nodes, words = config.launch.trainer_nodes, f"{_attach(name, config)} train --name trainer"
+def _trainer(config: Config) -> Pod:
+    name, nodes = dns_name(config.name), config.launch.trainer_nodes
+    words = f"{_attach(config)} train --name trainer"
     if nodes > 1:
         meet = f"{name}-trainer-0.{name}-trainer:{config.launch.port + RENDEZVOUS_PORT_OFFSET}"
         first = "$([ $JOB_COMPLETION_INDEX = 0 ] && echo true || echo false)"
         launcher = " ".join(torchrun_words(config, nodes, meet, "$POD_IP", hosts=first))
         words = words.replace("staleflow", f"python -m torch.distributed.run {launcher} -m staleflow.cli", 1)
+    if config.launch.volume:  # the working directory contains the checkpoints
+        words = f"mkdir -p {DATA}/{name} && cd {DATA}/{name} && {words}"
     gpus = config.trainer.nproc if config.launch.gpus_per_node and config.trainer.backend != "simulated" else 0
-    pod = _pod(config, f"{name}-trainer", [_container(config, "trainer", words, gpus=gpus, folder=_kept(name, config))])
-    if nodes == 1:
-        return [_job(name, "trainer", 1, pod)]
-    meeting = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": f"{name}-trainer"},
-        "spec": {
-            "clusterIP": "None",
-            "selector": _labels(name, "trainer"),
-            "publishNotReadyAddresses": True,
-        },
-    }
-    return [meeting, _job(name, "trainer", nodes, {**pod, "subdomain": f"{name}-trainer"})]
+    return Pod(
+        part="trainer",
+        secret="trainer",
+        containers=[Container(name="trainer", command=words, gpus=gpus)],
+        count=nodes,
+        subdomain=f"{name}-trainer" if nodes > 1 else "",
+    )
 
 
-def _attach(name: str, config: Config) -> str:
-    return f"staleflow attach --connect tcp://{name}-servers:{config.launch.port}"
-
-
-def _kept(name: str, config: Config) -> str:
-    """Return the working directory of the trainer, which contains its checkpoints."""
-    return f"{DATA}/{name}" if config.launch.volume else WORK
-
-
-def _container(
-    config: Config,
-    name: str,
-    words: str,
-    mounts: Iterable[Object] = (),
-    *,
-    gpus: int = 0,
-    cpus: float = 1,
-    folder: str = WORK,
-) -> Object:
-    """Return a container that runs ``words`` in ``folder``, which is created if missing.
-
-    ``exec`` replaces the shell, so that the signal that ends a pod reaches the process itself.
-    """
-    enter = f"mkdir -p {folder} && cd {folder} && " if folder != WORK else ""
-    resources: Object = {"requests": {"cpu": f"{round(1000 * cpus)}m"}}
-    if gpus:
-        resources["limits"] = {GPU: gpus}
-    return {
-        "name": name,
-        "image": config.launch.image,
-        "command": ["sh", "-c", f"{enter}exec {words}"],
-        "workingDir": WORK,
-        "env": [
-            {"name": "STALEFLOW_KEY", "value": KEYS},
-            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-        ],
-        "resources": resources,
-        "volumeMounts": [*_mounts(config), *mounts],
-    }
-
-
-def _mounts(config: Config) -> list[Object]:
-    items: list[Object] = [
-        {"name": "keys", "mountPath": KEYS},
-        {"name": "work", "mountPath": WORK},
-        {"name": "memory", "mountPath": "/dev/shm"},
-    ]
-    return [*items, *([{"name": "data", "mountPath": DATA}] if config.launch.volume else [])]
-
-
-def _pod(config: Config, part: str, containers: list[Object], volumes: Iterable[Object] = ()) -> Object:
-    """Return a pod of ``part``, which is also the name of its Secret.
-
-    An init container copies the keys to a memory volume with mode 0600, because files of a mounted Secret are readable
-    by the pod's group.
-    """
-    copy = f"umask 077 && cp /secret/* {KEYS}/ && chmod 600 {KEYS}/*"
-    copying = {
-        "name": "keys",
-        "image": config.launch.image,
-        "command": ["sh", "-c", f"{copy}{_await_servers(part, config)}"],
-        "volumeMounts": [
-            {"name": "keys", "mountPath": KEYS},
-            {"name": "secret", "mountPath": "/secret", "readOnly": True},
-        ],
-    }
-    items: list[Object] = [
-        {"name": "secret", "secret": {"secretName": part, "defaultMode": 0o440}},
-        {"name": "keys", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
-        {"name": "memory", "emptyDir": {"medium": "Memory"}},
-        {"name": "work", "emptyDir": {}},
-        *volumes,
-    ]
-    if config.launch.volume:
-        items.append({"name": "data", "persistentVolumeClaim": {"claimName": config.launch.volume}})
-    return {
-        "initContainers": [copying],
-        "containers": containers,
-        "volumes": items,
-        "securityContext": {"fsGroup": 1000},
-        "enableServiceLinks": False,
-        "automountServiceAccountToken": False,
-    }
-
-
-def _await_servers(part: str, config: Config) -> str:
-    """Return a shell suffix that waits for the servers; waiting in the init container does not count as a failure."""
-    name = dns_name(config.name)
-    if part == f"{name}-servers":
-        return ""
-    look = f"import socket; socket.create_connection(('{name}-servers', {config.launch.port}), 3)"
-    return f' && until python3 -c "{look}" 2>/dev/null; do sleep 2; done'
-
-
-def _job(name: str, what: str, pods: int, pod: Object) -> Object:
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": f"{name}-{what}"},
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": pods,
-            "parallelism": pods,
-            "backoffLimit": MAX_RESTARTS,
-            "template": _template(name, what, {**pod, "restartPolicy": "OnFailure"}),
-        },
-    }
-
-
-def _template(name: str, part: str, pod: Object) -> Object:
-    return {"metadata": {"labels": _labels(name, part)}, "spec": pod}
-
-
-def _labels(name: str, part: str) -> Object:
-    """Return separate labels for run and part; one concatenated label could be the same for two runs."""
-    return {"staleflow/run": name, "staleflow/part": part}
-
-
-def _yaml(objects: Iterable[Object]) -> str:
-    import yaml
-
-    class Plain(yaml.SafeDumper):  # type: ignore[misc]
-        def ignore_aliases(self, data: object) -> bool:
-            return True  # write repeated objects in full instead of YAML anchors
-
-    return str(yaml.dump_all(list(objects), Dumper=Plain, sort_keys=False, width=120))
+def _attach(config: Config) -> str:
+    return f"exec staleflow attach --connect tcp://{dns_name(config.name)}-servers:{config.launch.port}"

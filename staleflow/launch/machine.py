@@ -31,6 +31,7 @@ from staleflow.supervisor.joining import has_ended, join_run
 from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.roles import Role
 from staleflow.supervisor.stopping import StopSignals
+from staleflow.supervisor.watch import Tail
 
 JOIN_TIMEOUT_S = 600.0
 """Seconds to wait for the scheduler's first answer; it may still be starting, or the model being built."""
@@ -51,7 +52,7 @@ class Machine:
         self._connect = connect
         self._role = role
         self._children = [Child(role, folder, self._lifeline) for role in roles]
-        self._tails = [Tail(folder / "logs" / f"{role.name}.out") for role in roles]
+        self._tails = [Tail(folder / "logs" / f"{role.name}.out", from_end=True) for role in roles]
         self._ended = list[Child]()
 
     def run(self) -> int:
@@ -112,7 +113,7 @@ class Machine:
 
     def _forward_output(self) -> None:
         for tail in self._tails:
-            for line in tail.take():
+            for line in tail.take().decode("utf-8", "replace").splitlines():
                 if not print_line(line):
                     return
 
@@ -195,29 +196,6 @@ def main(words: Sequence[str] | None = None) -> int:
     except (Unavailable, Refused) as error:
         print_line(f"staleflow: {error}")
         return 1
-
-
-class Tail:
-    """Follows the output of a process: returns the lines that are appended after this object was created.
-
-    The file need not exist yet.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read = path.stat().st_size if path.exists() else 0
-
-    def take(self) -> list[str]:
-        """Return the complete lines since the last call; after a read error, a later call returns them."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._read)
-                new = file.read()
-        except OSError:
-            return []
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return whole.decode("utf-8", "replace").splitlines()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages, threads_of, workers_of
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 from staleflow.supervisor import roles
-from staleflow.supervisor.roles import Kind, Role, WorkingSince
+from staleflow.supervisor.roles import Kind, Role
 
 Part = Literal["rollout", "trainer"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -180,15 +180,20 @@ def rollout_roles(config: Config, folder: Path, connect: str, place: Place, rela
     numbers = share(config.rollout.workers, place.number, place.machines)
     width = gpus_of_engine(config) if place.gpus else 0
     placed = [
-        replace(
-            _attach(f"rollout-{number}", folder, connect, "rollout", threads=config.rollout.threads),
+        roles.attach(
+            f"rollout-{number}",
+            folder,
+            "rollout",
+            *("--connect", connect),
+            threads=config.rollout.threads,
             gpus=tuple(range(local * width, (local + 1) * width)),
         )
         for local, number in enumerate(numbers)
     ]
     if has_relay(place.relays, len(numbers), place.machines):
         more = ("--mb-per-s", f"{place.mb_per_s:g}") if place.mb_per_s else ()
-        placed.insert(0, _attach(f"relay-{place.number}", folder, connect, "relay", "--bind", relay_at, *more))
+        words = ("--connect", connect, "--bind", relay_at, *more)
+        placed.insert(0, roles.attach(f"relay-{place.number}", folder, "relay", *words))
     return placed
 
 
@@ -199,14 +204,15 @@ def trainer_roles(config: Config, folder: Path, connect: str, place: Place, meet
     """
     nproc = config.trainer.nproc
     gpus = tuple(range(nproc)) if place.gpus and config.trainer.backend != "simulated" else ()
-    trainer = _attach("trainer", folder, connect, "train", threads=config.trainer.threads)
+    reach = ("--connect", connect)
+    trainer = roles.attach("trainer", folder, "train", *reach, threads=config.trainer.threads)
     if place.machines > 1:
         trainer = _under_torchrun(trainer, config, place, meet, here)
     placed = [replace(trainer, kind=Kind.TRAINER, gpus=gpus)]
     if place.number:
         return placed
     judges = [
-        _attach(f"{stage}-{number}", folder, connect, "stage", "--stage", stage, threads=threads_of(config, stage))
+        roles.attach(f"{stage}-{number}", folder, "stage", *reach, "--stage", stage, threads=threads_of(config, stage))
         for stage in model_stages(config, place.gpus)
         for number in range(workers_of(config, stage))
     ]
@@ -238,12 +244,6 @@ def torchrun_words(config: Config, machines: int, meet: str, here: str, *, hosts
         *("--rdzv-backend=c10d", f"--rdzv-endpoint={meet}", f"--rdzv-id={config.name}"),
         *(f"--rdzv-conf=is_host={hosts}", f"--max-restarts={MAX_RANK_RESTARTS}"),
     )
-
-
-def _attach(name: str, folder: Path, connect: str, verb: str, *more: str, threads: int = 1) -> Role:
-    command = (sys.executable, "-m", "staleflow.cli", "attach", verb, "--run-dir", str(folder), "--connect", connect)
-    words = (*command, "--name", name, *more)
-    return Role(name=name, kind=Kind.WORKER, command=words, threads=threads, works=WorkingSince.ATTACHED)
 
 
 def _stage_of(role: Role) -> str:

@@ -1,6 +1,6 @@
 """Describe notable events of a trace in words, with a tone: good, warn, bad or none."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from staleflow.monitor.words import amount, plural, worker_name
@@ -11,82 +11,49 @@ Line = Mapping[str, Any]
 
 def describe(line: Line) -> tuple[str, str]:
     """Return the words and the tone for one event; an event of an unknown kind is described by its name."""
-    describe_kind = _WORDS.get(str(line.get("ev")))
-    return (str(line.get("ev")), "") if describe_kind is None else describe_kind(line)
-
-
-def _open(line: Line) -> tuple[str, str]:
-    return f"scheduler started: bound {line['max_staleness']}, batches of {line['batch_size']}", "good"
-
-
-def _auth(line: Line) -> tuple[str, str]:
-    return f"{line['peer']} was rejected{_times(line)}: {line['why']}", "bad"
-
-
-def _attach(line: Line) -> tuple[str, str]:
-    return f"{_who(line)} attached" + (f": {line['why']}" if line["why"] else ""), ""
-
-
-def _detach(line: Line) -> tuple[str, str]:
-    silent = line["why"] == "silent"
-    return f"{_who(line)} {'is silent' if silent else 'left'}" + (
-        f": {line['why']}" if line["why"] and not silent else ""
-    ), "warn"
-
-
-def _publish(line: Line) -> tuple[str, str]:
-    return f"version {line['version']} published, {amount(line['bytes'])}", "good"
-
-
-def _pull(line: Line) -> tuple[str, str]:
-    return f"{_who(line)} could not load version {line['version']}", "bad"
-
-
-def _join(line: Line) -> tuple[str, str]:
-    version, term = line["checkpoint"]["version"], line["trainer_term"]
-    return (
-        f"{worker_name(line['trainer'])} joined at version {version}, term {term}",
-        "",
-    )
-
-
-def _rollback(line: Line) -> tuple[str, str]:
-    return f"rolled back to version {line['to_version']}: lineage {line['lineage']} starts", "bad"
-
-
-def _release(line: Line) -> tuple[str, str]:
-    return f"group {line['group']} released: {line['why']}", "warn"
-
-
-def _drop(line: Line) -> tuple[str, str]:
-    return f"group {line['group']} dropped: {line['why']}, {plural(line['tokens'], 'token')}", "warn"
-
-
-def _seal(line: Line) -> tuple[str, str]:
-    masked = f", {line['masked_tokens']:,} masked" if line["masked_tokens"] else ""
-    return f"batch of step {line['step']} sealed: {plural(line['tokens'], 'token')}{masked}", ""
-
-
-def _unseal(line: Line) -> tuple[str, str]:
-    return f"batch {line['batch']} unsealed: {line['why']}", "bad"
-
-
-def _checkpoint(line: Line) -> tuple[str, str]:
-    return f"checkpoint saved; the oldest kept one is version {line['version']}", "good"
-
-
-def _reject(line: Line) -> tuple[str, str]:
-    return f"{_who(line)}: {line['op']} rejected{_times(line)}: {line['code']}", "warn"
-
-
-def _overload(line: Line) -> tuple[str, str]:
-    if line["on"]:
-        return f"the {trouble(line['resource'])} ({100 * line['used']:.0f} % of the map used): new work waits", "bad"
-    return "space is available again", "good"
-
-
-def _close(line: Line) -> tuple[str, str]:
-    return f"the scheduler closed the trace: {line['why']}", ""
+    why = line.get("why", "")
+    match line.get("ev"):
+        case "open":
+            return f"scheduler started: bound {line['max_staleness']}, batches of {line['batch_size']}", "good"
+        case "auth":
+            return f"{line['peer']} was rejected{_times(line)}: {why}", "bad"
+        case "attach":
+            return f"{_who(line)} attached" + (f": {why}" if why else ""), ""
+        case "detach" if why == "silent":
+            return f"{_who(line)} is silent", "warn"
+        case "detach":
+            return f"{_who(line)} left" + (f": {why}" if why else ""), "warn"
+        case "publish":
+            return f"version {line['version']} published, {amount(line['bytes'])}", "good"
+        case "pull":
+            return f"{_who(line)} could not load version {line['version']}", "bad"
+        case "join":
+            version, term = line["checkpoint"]["version"], line["trainer_term"]
+            return f"{worker_name(line['trainer'])} joined at version {version}, term {term}", ""
+        case "rollback":
+            return f"rolled back to version {line['to_version']}: lineage {line['lineage']} starts", "bad"
+        case "release":
+            return f"group {line['group']} released: {why}", "warn"
+        case "drop":
+            return f"group {line['group']} dropped: {why}, {plural(line['tokens'], 'token')}", "warn"
+        case "seal":
+            masked = f", {line['masked_tokens']:,} masked" if line["masked_tokens"] else ""
+            return f"batch of step {line['step']} sealed: {plural(line['tokens'], 'token')}{masked}", ""
+        case "unseal":
+            return f"batch {line['batch']} unsealed: {why}", "bad"
+        case "checkpoint":
+            return f"checkpoint saved; the oldest kept one is version {line['version']}", "good"
+        case "reject":
+            return f"{_who(line)}: {line['op']} rejected{_times(line)}: {line['code']}", "warn"
+        case "overload" if line["on"]:
+            used = f"{100 * line['used']:.0f} % of the map used"
+            return f"the {trouble(line['resource'])} ({used}): new work waits", "bad"
+        case "overload":
+            return "space is available again", "good"
+        case "close":
+            return f"the scheduler closed the trace: {why}", ""
+        case other:
+            return str(other), ""
 
 
 def _times(line: Line) -> str:
@@ -95,23 +62,3 @@ def _times(line: Line) -> str:
 
 def _who(line: Line) -> str:
     return worker_name(str(line["worker"]))
-
-
-_WORDS: dict[str, Callable[[Line], tuple[str, str]]] = {
-    "open": _open,
-    "auth": _auth,
-    "attach": _attach,
-    "detach": _detach,
-    "publish": _publish,
-    "pull": _pull,
-    "join": _join,
-    "rollback": _rollback,
-    "release": _release,
-    "drop": _drop,
-    "seal": _seal,
-    "unseal": _unseal,
-    "checkpoint": _checkpoint,
-    "reject": _reject,
-    "overload": _overload,
-    "close": _close,
-}

@@ -103,7 +103,7 @@ def board(name: str, snapshot: Snapshot, history: History) -> Board:
         held_out=_first_and_last(history.held_out),
         staleness_mean=history.staleness_mean,
         staleness_max=history.staleness_max,
-        bound=status.max_staleness if status.heard else None,
+        bound=status.max_staleness if status.answered else None,
         bound_of=status.bound,
         policy=status.on_overdue,
         masked=history.masked,
@@ -128,7 +128,7 @@ def board(name: str, snapshot: Snapshot, history: History) -> Board:
         why=_why(snapshot),
         waits=bool(status.trainer_waits) or _silent(snapshot),
         insecure=status.security == "insecure",
-        heard=status.heard,
+        heard=status.answered,
     )
 
 
@@ -173,7 +173,7 @@ def _first_and_last(values: Mapping[int, float]) -> tuple[float, float] | None:
 
 
 def _silent(snapshot: Snapshot) -> bool:
-    return snapshot.status.heard and snapshot.status_age_s > SILENCE_TIMEOUT_S
+    return snapshot.status.answered and snapshot.status_age_s > SILENCE_TIMEOUT_S
 
 
 def _why(snapshot: Snapshot) -> str:

@@ -152,7 +152,7 @@ def _trainer(status: SchedulerStatus) -> str:
 
 
 def _scheduler(status: SchedulerStatus) -> str:
-    if not status.heard:
+    if not status.answered:
         return "starting"
     return f"{plural(groups_in(status, 'leased'), 'lease')} out, {plural(len(status.instances), 'engine')}"
 

@@ -146,7 +146,7 @@ def ages(status: SchedulerStatus) -> tuple[AgeRow, ...]:
     """Return a row for each age from 0 to the bound, and beyond it if the token bound admits older groups."""
     spread = status.staleness
     flight, queue, consumed = (Counter(dict(groups)) for groups in (spread.in_flight, spread.in_queue, spread.consumed))
-    if not status.heard:
+    if not status.answered:
         return ()
     last = max([status.max_staleness, *(age for counts in (flight, queue, consumed) for age in counts if counts[age])])
     return tuple(

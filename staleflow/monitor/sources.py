@@ -83,11 +83,11 @@ class Live:
 
     def snapshot(self) -> Snapshot:
         status = self._watch.newest or SchedulerStatus()
-        if status.heard and not self._identified:
+        if status.answered and not self._identified:
             self._identify(status)
         self._watch_parameters(status.parameters)
         end = self._end()
-        phase, ended = end or (phase_of(status, self.silent_s) if status.heard else "no answer yet", "")
+        phase, ended = end or (phase_of(status, self.silent_s) if status.answered else "no answer yet", "")
         return Snapshot(
             phase=phase,
             ended=ended,

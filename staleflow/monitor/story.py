@@ -3,7 +3,7 @@
 ``events_about`` searches the raw bytes before it decodes a line, because most lines concern other groups.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def story(events: Iterable[Line], group: int) -> tuple[Chapter, ...]:
             passed_ns = line["m"] - mono_ns if line["m"] >= mono_ns else max(line["t"] - unix_ns, 0)
             after_s += passed_ns / 1e9
         mono_ns, unix_ns = line["m"], line["t"]
-        words, tone = _WORDS.get(line["ev"], _other)(line, group)
+        words, tone = _described(line, group)
         chapters.append(Chapter(after_s=after_s, event=line["ev"], words=words, tone=tone))
     return tuple(chapters)
 
@@ -123,94 +123,56 @@ def _trained(events: Iterable[Line]) -> int | None:
     return trained
 
 
-def _reserve(line: Line, _: int) -> tuple[str, str]:
-    deadline = "" if line["deadline"] is None else f", deadline step {line['deadline']}"
-    spare = ", as a spare" if line["spare"] else ""
-    return f"leased to {_who(line)} at version {line['version']} (lease {line['lease']}){deadline}{spare}", ""
+def _described(line: Line, group: int) -> tuple[str, str]:
+    """Return the words and the tone for an event about ``group``."""
+    who, why = worker_name(str(line.get("worker", ""))), line.get("why", "")
+    match line["ev"]:
+        case "reserve":
+            deadline = "" if line["deadline"] is None else f", deadline step {line['deadline']}"
+            spare = ", as a spare" if line["spare"] else ""
+            return f"leased to {who} at version {line['version']} (lease {line['lease']}){deadline}{spare}", ""
+        case "push":
+            return f"{who} pushed {_pushed(line)}", "good"
+        case "occupy":
+            return "all stages finished: ready to train", "good"
+        case "release":
+            lost = f", {plural(line['tokens'], 'token')} discarded" if line["tokens"] else ""
+            return f"released: {why} (lease {line['lease']}){lost}", "bad"
+        case "drop":
+            return f"dropped: {why}, {plural(line['tokens'], 'token')} discarded", "bad"
+        case "seal":
+            version = next((member["version"] for member in line["members"] if member["group"] == group), line["step"])
+            behind = plural(line["step"] - version, "version")
+            return f"sealed for step {line['step']} in batch {line['batch']}, {behind} old", "good"
+        case "promote" if line["group"] == group:
+            instead = f" instead of group {line['demoted']}" if line.get("demoted") is not None else ""
+            return f"promoted from spare to counted group{instead}", "good"
+        case "promote":
+            return f"demoted to spare: group {line['group']} was faster", ""
+        case "claim":
+            return f"handed to the streaming trainer for step {line['step']}", "good"
+        case "unseal":
+            return f"batch {line['batch']} unsealed: {why}", "bad"
+        case "rollback":
+            return f"rolled back to version {line['to_version']}: its batch is void", "bad"
+        case "deliver":
+            attempt = f", attempt {line['attempt']}" if line["attempt"] > 1 else ""
+            return f"batch {line['batch']} delivered to rank {line['rank']} of the trainer{attempt}", ""
+        case "consume":
+            return f"trained: step {line['step']} is done, version {line['step'] + 1} exists", "good"
+        case "reject":
+            times = f", {line['count']} times" if line["count"] > 1 else ""
+            return f"{line['op']} of {who} rejected: {line['code']}{times}", "bad"
+        case _:
+            facts = (f"{key} {line[key]}" for key in ("worker", "lease", "version", "why", "step") if key in line)
+            return " ".join(facts), ""
 
 
-def _push(line: Line, _: int) -> tuple[str, str]:
+def _pushed(line: Line) -> str:
+    """Describe a push: its tokens by version, its size and its shard."""
     segments = line["segments"]
     tokens = sum(segment["tokens"] for segment in segments)
     parts = ", ".join(f"{segment['tokens']:,} of version {segment['version']}" for segment in segments)
     by = f": {parts}" if len(segments) > 1 else f" of version {segments[0]['version']}" if segments else ""
     cut = ", cut short" if line["truncated"] else ""
-    where = f"{amount(line['bytes'])} at shard {line['shard']}"
-    return f"{_who(line)} pushed {plural(tokens, 'token')}{by}{cut}; {where}", "good"
-
-
-def _occupy(_: Line, __: int) -> tuple[str, str]:
-    return "all stages finished: ready to train", "good"
-
-
-def _release(line: Line, _: int) -> tuple[str, str]:
-    lost = f", {plural(line['tokens'], 'token')} discarded" if line["tokens"] else ""
-    return f"released: {line['why']} (lease {line['lease']}){lost}", "bad"
-
-
-def _drop(line: Line, _: int) -> tuple[str, str]:
-    return f"dropped: {line['why']}, {plural(line['tokens'], 'token')} discarded", "bad"
-
-
-def _seal(line: Line, group: int) -> tuple[str, str]:
-    version = next((member["version"] for member in line["members"] if member["group"] == group), line["step"])
-    behind = plural(line["step"] - version, "version")
-    return f"sealed for step {line['step']} in batch {line['batch']}, {behind} old", "good"
-
-
-def _promote(line: Line, group: int) -> tuple[str, str]:
-    if line["group"] == group:
-        instead = f" instead of group {line['demoted']}" if line.get("demoted") is not None else ""
-        return f"promoted from spare to counted group{instead}", "good"
-    return f"demoted to spare: group {line['group']} was faster", ""
-
-
-def _claim(line: Line, _: int) -> tuple[str, str]:
-    return f"handed to the streaming trainer for step {line['step']}", "good"
-
-
-def _unseal(line: Line, _: int) -> tuple[str, str]:
-    return f"batch {line['batch']} unsealed: {line['why']}", "bad"
-
-
-def _rollback(line: Line, _: int) -> tuple[str, str]:
-    return f"rolled back to version {line['to_version']}: its batch is void", "bad"
-
-
-def _deliver(line: Line, _: int) -> tuple[str, str]:
-    attempt = f", attempt {line['attempt']}" if line["attempt"] > 1 else ""
-    return f"batch {line['batch']} delivered to rank {line['rank']} of the trainer{attempt}", ""
-
-
-def _consume(line: Line, _: int) -> tuple[str, str]:
-    return f"trained: step {line['step']} is done, version {line['step'] + 1} exists", "good"
-
-
-def _reject(line: Line, _: int) -> tuple[str, str]:
-    times = f", {line['count']} times" if line["count"] > 1 else ""
-    return f"{line['op']} of {_who(line)} rejected: {line['code']}{times}", "bad"
-
-
-def _other(line: Line, _: int) -> tuple[str, str]:
-    return " ".join(f"{key} {line[key]}" for key in ("worker", "lease", "version", "why", "step") if key in line), ""
-
-
-def _who(line: Line) -> str:
-    return worker_name(str(line.get("worker", "")))
-
-
-_WORDS: dict[str, Callable[[Line, int], tuple[str, str]]] = {
-    "reserve": _reserve,
-    "push": _push,
-    "occupy": _occupy,
-    "release": _release,
-    "drop": _drop,
-    "seal": _seal,
-    "promote": _promote,
-    "claim": _claim,
-    "unseal": _unseal,
-    "rollback": _rollback,
-    "deliver": _deliver,
-    "consume": _consume,
-    "reject": _reject,
-}
+    return f"{plural(tokens, 'token')}{by}{cut}; {amount(line['bytes'])} at shard {line['shard']}"

@@ -74,13 +74,3 @@ class RunningClock:
 
     def unix_ns(self) -> int:
         return self._real.unix_ns()
-
-
-def now_ms() -> int:
-    """Return monotonic milliseconds of this host; comparable between its processes, never between hosts."""
-    return time.monotonic_ns() // 1_000_000
-
-
-def unix_ns() -> int:
-    """Return nanoseconds since 1970 by the system clock, which may jump."""
-    return time.time_ns()

@@ -10,6 +10,8 @@ from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
 
 READ_TIMEOUT_S = 5.0
+PATIENCE_S = 0.2
+"""Seconds that a ``PatientReader`` waits for one read."""
 
 T = TypeVar("T")
 
@@ -22,9 +24,8 @@ def within(timeout_s: float, read: Callable[[], T]) -> T:
 class PatientReader(Generic[T]):
     """Repeat a read that may hang. At most one read is under way."""
 
-    def __init__(self, read: Callable[[], T], timeout_s: float = 0.2) -> None:
+    def __init__(self, read: Callable[[], T]) -> None:
         self._read = read
-        self._timeout_s = timeout_s
         self._pending: Future[T] | None = None
 
     def take(self) -> T | None:
@@ -35,7 +36,7 @@ class PatientReader(Generic[T]):
         pending = self._pending
         if not fresh and not pending.done():
             return None
-        wait((pending,), self._timeout_s)
+        wait((pending,), PATIENCE_S)
         if not pending.done():
             return None
         self._pending = None

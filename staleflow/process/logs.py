@@ -40,7 +40,7 @@ class _File(logging.FileHandler):
 
 
 @contextmanager
-def logging_to(run_dir: Path, name: str, level: int = logging.INFO) -> Generator[None]:
+def logging_to(run_dir: Path, name: str) -> Generator[None]:
     """Log to ``<run_dir>/logs/<name>.log`` (appended) and standard error inside the block."""
     path = run_dir / "logs" / f"{name}.log"
     try:
@@ -52,7 +52,7 @@ def logging_to(run_dir: Path, name: str, level: int = logging.INFO) -> Generator
     formatter = _Formatter(f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s")
     root = logging.getLogger()
     before = root.level
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     for handler in handlers:
         handler.setFormatter(formatter)
         root.addHandler(handler)

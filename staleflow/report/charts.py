@@ -90,9 +90,9 @@ def lines(
     """Return a line chart. ``level``: a value to mark with a horizontal line, and its label."""
     shown = [one for one in series if any(value is not None for value in one.values)]
     xs, thinned = _thin(places, shown)
-    known = [value for values in thinned for value in values if value is not None]
+    drawn = [value for values in thinned for value in values if value is not None]
     marked = [level[0]] if level else []
-    low, high = _range([*known, *marked, *([0.0] if from_zero else [])])
+    low, high = _range([*drawn, *marked, *([0.0] if from_zero else [])])
     ticks = _ticks(low, high)
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     if level is not None and level[0] == high:
@@ -134,7 +134,6 @@ def stack(
     *,
     unit: str = "",
     x_unit: str = "step",
-    meaning: str = "",
     whole: bool = False,
 ) -> Chart:
     """Return a stacked area chart, first series at the bottom; each position extends half-way to its neighbours."""
@@ -161,7 +160,6 @@ def stack(
         hover=_hover(xs, series, thinned),
         low=span[0],
         high=span[1],
-        meaning=meaning,
         whole=whole,
     )
 
@@ -209,10 +207,10 @@ def _thin(places: Sequence[float], series: Sequence[Series]) -> tuple[list[float
 
 def _one(values: Values, *, exact: bool) -> float | None:
     """Return the value that represents several neighbours."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    if not known:
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    if not finite:
         return None
-    return max(known) if exact else sum(known) / len(known)
+    return max(finite) if exact else sum(finite) / len(finite)
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
@@ -293,8 +291,8 @@ def _area(
 
 
 def _latest(values: Values) -> str:
-    known = [value for value in values if value is not None]
-    return number(known[-1]) if known else ""
+    measured = [value for value in values if value is not None]
+    return number(measured[-1]) if measured else ""
 
 
 def _hover(xs: Sequence[float], series: Sequence[Series], rows: Sequence[Sequence[float | None]]) -> dict[str, object]:

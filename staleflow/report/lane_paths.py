@@ -75,10 +75,10 @@ def lane_rows(shown: Sequence[Lane], window_s: tuple[float, float]) -> Lanes:
 
 
 def _ticks(window_s: tuple[float, float]) -> list[list[Tick]]:
-    result, known = list[list[Tick]](), set[float]()
+    result, shown = list[list[Tick]](), set[float]()
     for zoom in (1, CLOSE, CLOSE**2):
-        ticks = [tick for tick in time_ticks(window_s, 7 * zoom) if round(tick.at, 6) not in known]
-        known |= {round(tick.at, 6) for tick in ticks}
+        ticks = [tick for tick in time_ticks(window_s, 7 * zoom) if round(tick.at, 6) not in shown]
+        shown |= {round(tick.at, 6) for tick in ticks}
         result.append(ticks)
     return result
 

@@ -87,11 +87,11 @@ def _render(name: str, context: Mapping[str, Any]) -> str:
 
 
 def _context(
-    run_dir: Path, config: Config, facts: Facts, shown: list[Lane], curves: Curves, found: AuditReport
+    run_dir: Path, config: Config, facts: Facts, shown: list[Lane], curves: Curves, audited: AuditReport
 ) -> dict[str, Any]:
     ended = summaries.read(run_dir)
     generated = ended.tokens_generated if ended else 0
-    kept, sentence = sections.verdict(facts, found)
+    kept, sentence = sections.verdict(facts, audited)
     outcome, colour = _outcome(facts, ended)
     learning, others, wrote = curves.group(LEARNING), curves.others(), samples(run_dir / "samples.jsonl")
     missing = {"learning": learning, "more": others, "samples": wrote}
@@ -122,7 +122,7 @@ def _context(
         "versions": sections.version_charts(facts),
         "run_dir": run_dir,
         **_events(facts),
-        **_audited(found),
+        **_audited(audited),
         **_configured(config),
     }
 
@@ -149,18 +149,18 @@ def _events(facts: Facts) -> dict[str, Any]:
     return {"happenings": rows, "more_happenings": len(facts.happenings) - len(shown), "rejects": rejects}
 
 
-def _audited(found: AuditReport) -> dict[str, Any]:
+def _audited(audited: AuditReport) -> dict[str, Any]:
     rules = [
         {
             "rule": rule.value,
-            "checked": f"{found.checks[rule.name]:,}" if found.checks[rule.name] else "nothing to check",
-            "violated": found.violated[rule.name],
+            "checked": f"{audited.checks[rule.name]:,}" if audited.checks[rule.name] else "nothing to check",
+            "violated": audited.violated[rule.name],
         }
         for rule in (*FileRule, *Rule)
     ]
-    lines = [f"line {one.seq}: {one.rule.value}: {one.why}" for one in found.violations[:MAX_VIOLATIONS]]
-    ending = f"The hash of the last event, {found.last_hash}, identifies the whole file." if found.last_hash else ""
-    words = f"Recomputed from {found.lines:,} events by code that is independent of the ledger. {ending}"
+    lines = [f"line {one.seq}: {one.rule.value}: {one.why}" for one in audited.violations[:MAX_VIOLATIONS]]
+    ending = f"The hash of the last event, {audited.last_hash}, identifies the whole file." if audited.last_hash else ""
+    words = f"Recomputed from {audited.lines:,} events by code that is independent of the ledger. {ending}"
     return {"audit_words": words, "rules": rules, "violations": lines}
 
 

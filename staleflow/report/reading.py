@@ -35,7 +35,7 @@ class Reader:
         self.facts = Facts(steps=fold.trained)
         self._fold = fold
         self._versions: dict[tuple[int, int], VersionFact] = {}
-        self._seen: dict[str, bool] = {}
+        self._ended: dict[str, bool] = {}
         """Names of earlier workers, and whether they detached in order."""
         self._lost: tuple[str, float, int, int] = ("", 0.0, 0, 0)
         """Worker whose leases expired last: its name, the time, the count, and the index of the reporting event."""
@@ -86,7 +86,7 @@ class Reader:
                 self._report(on if event.on else f"space is available again ({share})", bad=event.on)
             case events.Close() as event:
                 facts.closed = event.why
-                self._seen = dict.fromkeys(self._seen, True)  # the whole run ended in order
+                self._ended = dict.fromkeys(self._ended, True)  # the whole run ended in order
             case _:
                 pass
         counts = self._fold.counts
@@ -141,22 +141,22 @@ class Reader:
 
     def _attached(self, event: events.Attach) -> None:
         name = worker_name(event.worker)
-        if name not in self._seen:
+        if name not in self._ended:
             if self.facts.steps:
                 self._report(f"{name} joined ({event.role})")
         elif event.why:
             self._report(f"{name} is heard again")
-        elif self._seen[name]:
+        elif self._ended[name]:
             self._report(f"{name} came back")
         else:
             self._report(f"{name} died: a new process has its name", bad=True)
-        self._seen[name] = False
+        self._ended[name] = False
 
     def _detached(self, event: events.Detach) -> None:
         name, why = worker_name(event.worker), event.why
         silent, replaced = why == "silent", why.startswith("replaced by")
-        if name not in self._seen or replaced:
+        if name not in self._ended or replaced:
             return
-        self._seen[name] = not silent
+        self._ended[name] = not silent
         if why not in EXPECTED_ENDS:
             self._report(f"{name} fell silent" if silent else f"{name} left: {why or 'it said goodbye'}", bad=silent)

@@ -41,8 +41,8 @@ def samples(path: Path) -> list[Sample]:
         place = 0
         for line in file:
             if (sample := _read(line)) is not None:
-                lineage, known = places.get(sample.step, (sample.lineage, []))
-                places[sample.step] = sample.lineage, [*known, place] if lineage == sample.lineage else [place]
+                lineage, earlier = places.get(sample.step, (sample.lineage, []))
+                places[sample.step] = sample.lineage, [*earlier, place] if lineage == sample.lineage else [place]
             place += len(line)
         result: list[Sample] = []
         for step in _spread(sorted(places)):

@@ -290,8 +290,8 @@ def tiles(facts: Facts, curves: Curves, config: Config, generated: int) -> list[
     steps = f"{len(facts.steps):,} of {config.trainer.steps:,}"
     result = [Tile(label="steps", value=steps, note=f"{facts.batch_size} groups of {facts.group_size} each")]
     for key, what in (("reward/eval", "held-out prompts"), ("reward/mean", "training groups")):
-        if known := curves.measured(key):
-            result.append(Tile(label="reward", value=f"{known[0]:.2f} → {known[-1]:.2f}", note=what))
+        if measured := curves.measured(key):
+            result.append(Tile(label="reward", value=f"{measured[0]:.2f} → {measured[-1]:.2f}", note=what))
             break
     if facts.steps:
         groups = sum(facts.ages.values())

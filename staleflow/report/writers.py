@@ -131,11 +131,13 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.where = f"tensorboard --logdir {run_dir / 'tensorboard'}"
-        self._event, self._said = Event, EventSummary
+        self._event, self._summary = Event, EventSummary
         self._to = EventFileWriter(str(run_dir / "tensorboard"))
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
-        message = self._said(value=[self._said.Value(tag=name, simple_value=value) for name, value in values.items()])
+        message = self._summary(
+            value=[self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
         self._to.add_event(self._event(step=step, wall_time=unix_s, summary=message))
 
     def close(self) -> None:

@@ -113,9 +113,9 @@ class SimTrainer:
     def attach(self) -> None:
         """Attach to the run and publish version 0."""
         self._ask(Attach(worker=self.worker, name="trainer", role="trainer"))
-        self._ask(Join(trainer=self.worker, lineage=Lineage(0), version=Version(0)), self._joined)
+        self._ask(Join(trainer=self.worker, lineage=Lineage(0), version=Version(0)), self._on_joined)
 
-    def _joined(self, reply: Reply) -> None:
+    def _on_joined(self, reply: Reply) -> None:
         assert isinstance(reply, JoinReply), reply
         self._term, self._lineage = reply.trainer_term, reply.lineage
         self._publish(Version(0), None, self._begin)

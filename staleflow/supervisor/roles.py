@@ -70,19 +70,16 @@ def servers(config: Config, run_dir: Path, session: str = "") -> list[Role]:
 def workers(config: Config, run_dir: Path) -> list[Role]:
     """Return the workers of a run in start order, rollout workers first and the trainer last."""
     rollout = [
-        _with_gpus(
-            _attach(f"rollout-{number}", Kind.WORKER, run_dir, "rollout", config.rollout.threads),
-            _gpus_of(config, number),
-        )
+        attach(f"rollout-{number}", run_dir, "rollout", threads=config.rollout.threads, gpus=_gpus_of(config, number))
         for number in range(config.rollout.workers)
     ]
-    trainer = _attach("trainer", Kind.TRAINER, run_dir, "train", config.trainer.threads)
     judges = [
-        _stage(f"{stage}-{number}", run_dir, stage, threads_of(config, stage))
+        attach(f"{stage}-{number}", run_dir, "stage", "--stage", stage, threads=threads_of(config, stage))
         for stage in stages(config)
         for number in range(workers_of(config, stage))
     ]
-    return [*rollout, *judges, _with_gpus(trainer, tuple(config.trainer.gpus))]
+    trainer = attach("trainer", run_dir, "train", threads=config.trainer.threads, gpus=tuple(config.trainer.gpus))
+    return [*rollout, *judges, replace(trainer, kind=Kind.TRAINER)]
 
 
 def _gpus_of(config: Config, number: int) -> tuple[int, ...]:
@@ -90,10 +87,6 @@ def _gpus_of(config: Config, number: int) -> tuple[int, ...]:
     gpus, rollout = config.rollout.gpus, config.rollout
     width = rollout.vllm.tensor_parallel if rollout.engine == "vllm" else 1
     return tuple(gpus[(number * width + place) % len(gpus)] for place in range(width)) if gpus else ()
-
-
-def _with_gpus(role: Role, gpus: tuple[int, ...]) -> Role:
-    return replace(role, gpus=gpus)
 
 
 def model_builder(run_dir: Path) -> Role:
@@ -107,11 +100,7 @@ def _serve(name: str, kind: Kind, run_dir: Path, *arguments: str) -> Role:
     return Role(name=name, kind=kind, command=command)
 
 
-def _attach(name: str, kind: Kind, run_dir: Path, verb: str, threads: int) -> Role:
-    command = (sys.executable, "-m", "staleflow.cli", "attach", verb, "--run-dir", str(run_dir), "--name", name)
-    return Role(name=name, kind=kind, command=command, threads=threads, works=WorkingSince.ATTACHED)
-
-
-def _stage(name: str, run_dir: Path, stage: str, threads: int) -> Role:
-    role = _attach(name, Kind.WORKER, run_dir, "stage", threads)
-    return replace(role, command=(*role.command, "--stage", stage))
+def attach(name: str, run_dir: Path, verb: str, *more: str, threads: int = 1, gpus: tuple[int, ...] = ()) -> Role:
+    """Return a worker of a run. ``verb``: its role on the command line; ``more``: further options."""
+    command = (sys.executable, "-m", "staleflow.cli", "attach", verb, "--run-dir", str(run_dir), "--name", name, *more)
+    return Role(name=name, kind=Kind.WORKER, command=command, threads=threads, gpus=gpus, works=WorkingSince.ATTACHED)

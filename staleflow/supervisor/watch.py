@@ -68,21 +68,33 @@ class StatusWatch(Generic[S]):
             self._error = error
 
 
-class NewLines:
-    """Follow a growing ``metrics.jsonl`` and return each line once. The file need not exist yet."""
+class Tail:
+    """Follow a growing file and return each line once. The file need not exist yet."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        """``from_end``: skip the lines that the file has already."""
         self._path = path
-        self._read = 0
+        self._read = path.stat().st_size if from_end and path.exists() else 0
 
-    def take(self) -> tuple[Mapping[str, Any], ...]:
+    def take(self) -> bytes:
         """Return the complete lines since the last call. After a read error, a later call returns them."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._read)
                 new = file.read()
         except OSError:
-            return ()
+            return b""
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
-        return tuple(parsed(whole.split(b"\n")))
+        return whole
+
+
+class NewLines:
+    """Follow a growing ``metrics.jsonl`` and return each line once. The file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = Tail(path)
+
+    def take(self) -> tuple[Mapping[str, Any], ...]:
+        """Return the complete lines since the last call, like ``Tail``."""
+        return tuple(parsed(self._tail.take().split(b"\n")))

@@ -4,13 +4,12 @@ The field names are the public contract; ``schema`` is raised when one changes. 
 of the line.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, assert_never
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from staleflow.protocols.consistency import effects, ids
-from staleflow.protocols.consistency.effects import DropWhy, ReleaseWhy
+from staleflow.protocols.consistency.effects import DropWhy, Effect, ReleaseWhy
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 
@@ -271,114 +270,82 @@ AnyEvent = (
 )
 
 
-def _push(e: effects.Pushed) -> TraceEvent:
-    return Push(
-        group=e.group,
-        lease=e.lease,
-        worker=e.worker,
-        shard=e.shard,
-        sha=e.sha,
-        nbytes=e.nbytes,
-        truncated=e.truncated,
-        segments=[SegmentOf(lineage=s[0], version=s[1], tokens=s[2]) for s in e.segments],
+def event_of(effect: Effect) -> TraceEvent | None:
+    """Return the line of an effect. ``Truncate`` and ``Rejected`` have none, because they change nothing."""
+    match effect:
+        case effects.Reserved() as e:
+            return Reserve(
+                group=e.group,
+                lease=e.lease,
+                worker=e.worker,
+                lineage=e.lineage,
+                version=e.version,
+                deadline=e.deadline,
+                spare=e.spare,
+            )
+        case effects.Pushed() as e:
+            return Push(
+                group=e.group,
+                lease=e.lease,
+                worker=e.worker,
+                shard=e.shard,
+                sha=e.sha,
+                nbytes=e.nbytes,
+                truncated=e.truncated,
+                segments=[SegmentOf(lineage=s[0], version=s[1], tokens=s[2]) for s in e.segments],
+            )
+        case effects.Occupied() as e:
+            return Occupy(group=e.group)
+        case effects.Released() as e:
+            return Release(group=e.group, lease=e.lease, tokens=e.tokens, why=e.why)
+        case effects.Dropped() as e:
+            return Drop(group=e.group, tokens=e.tokens, why=e.why)
+        case effects.Promoted() as e:
+            return Promote(group=e.group, demoted=UNSET if e.demoted is None else e.demoted)
+        case effects.Claimed() as e:
+            return Claim(group=e.group, step=e.step)
+        case effects.Sealed() as e:
+            return Seal(
+                batch=e.batch,
+                lineage=e.lineage,
+                step=e.step,
+                trainer_term=e.trainer_term,
+                members=[_member(member) for member in e.members],
+                tokens=e.tokens,
+                masked_tokens=e.masked_tokens,
+                digest=e.digest,
+            )
+        case effects.Unsealed() as e:
+            return Unseal(batch=e.batch, why=e.why)
+        case effects.Delivered() as e:
+            return Deliver(
+                batch=e.batch,
+                lineage=e.lineage,
+                step=e.step,
+                attempt=e.attempt,
+                trainer_term=e.trainer_term,
+                rank=e.rank,
+            )
+        case effects.Consumed() as e:
+            return Consume(batch=e.batch, lineage=e.lineage, step=e.step, trainer_term=e.trainer_term)
+        case effects.Published() as e:
+            term = e.trainer_term
+            return Publish(lineage=e.lineage, version=e.version, sha=e.sha, nbytes=e.nbytes, trainer_term=term)
+        case effects.CheckpointKept() as e:
+            return CheckpointKept(lineage=e.lineage, version=e.version, trainer_term=e.trainer_term)
+        case effects.Joined() as e:
+            checkpoint = Checkpoint(lineage=e.lineage, version=e.version)
+            return Join(trainer=e.trainer, trainer_term=e.trainer_term, checkpoint=checkpoint)
+        case effects.RolledBack() as e:
+            before, to, term = e.from_lineage, e.to_version, e.trainer_term
+            return Rollback(lineage=e.lineage, from_lineage=before, to_version=to, trainer_term=term)
+        case effects.Truncate() | effects.Rejected():
+            return None
+        case _:
+            assert_never(effect)
+
+
+def _member(member: effects.Member) -> MemberOf:
+    return MemberOf(
+        group=member.group, lease=member.lease, lineage=member.lineage, version=member.version, sha=member.sha
     )
-
-
-def _seal(e: effects.Sealed) -> TraceEvent:
-    return Seal(
-        batch=e.batch,
-        lineage=e.lineage,
-        step=e.step,
-        trainer_term=e.trainer_term,
-        members=[
-            MemberOf(group=m.group, lease=m.lease, lineage=m.lineage, version=m.version, sha=m.sha) for m in e.members
-        ],
-        tokens=e.tokens,
-        masked_tokens=e.masked_tokens,
-        digest=e.digest,
-    )
-
-
-def _join(e: effects.Joined) -> TraceEvent:
-    checkpoint = Checkpoint(lineage=e.lineage, version=e.version)
-    return Join(trainer=e.trainer, trainer_term=e.trainer_term, checkpoint=checkpoint)
-
-
-def _publish(e: effects.Published) -> TraceEvent:
-    return Publish(lineage=e.lineage, version=e.version, sha=e.sha, nbytes=e.nbytes, trainer_term=e.trainer_term)
-
-
-def _rollback(e: effects.RolledBack) -> TraceEvent:
-    return Rollback(
-        lineage=e.lineage, from_lineage=e.from_lineage, to_version=e.to_version, trainer_term=e.trainer_term
-    )
-
-
-def _reserve(e: effects.Reserved) -> TraceEvent:
-    return Reserve(
-        group=e.group,
-        lease=e.lease,
-        worker=e.worker,
-        lineage=e.lineage,
-        version=e.version,
-        deadline=e.deadline,
-        spare=e.spare,
-    )
-
-
-def _promote(e: effects.Promoted) -> TraceEvent:
-    return Promote(group=e.group, demoted=UNSET if e.demoted is None else e.demoted)
-
-
-def _occupy(e: effects.Occupied) -> TraceEvent:
-    return Occupy(group=e.group)
-
-
-def _release(e: effects.Released) -> TraceEvent:
-    return Release(group=e.group, lease=e.lease, tokens=e.tokens, why=e.why)
-
-
-def _drop(e: effects.Dropped) -> TraceEvent:
-    return Drop(group=e.group, tokens=e.tokens, why=e.why)
-
-
-def _claim(e: effects.Claimed) -> TraceEvent:
-    return Claim(group=e.group, step=e.step)
-
-
-def _unseal(e: effects.Unsealed) -> TraceEvent:
-    return Unseal(batch=e.batch, why=e.why)
-
-
-def _deliver(e: effects.Delivered) -> TraceEvent:
-    return Deliver(
-        batch=e.batch, lineage=e.lineage, step=e.step, attempt=e.attempt, trainer_term=e.trainer_term, rank=e.rank
-    )
-
-
-def _consume(e: effects.Consumed) -> TraceEvent:
-    return Consume(batch=e.batch, lineage=e.lineage, step=e.step, trainer_term=e.trainer_term)
-
-
-def _checkpoint(e: effects.CheckpointKept) -> TraceEvent:
-    return CheckpointKept(lineage=e.lineage, version=e.version, trainer_term=e.trainer_term)
-
-
-EVENT_OF: dict[type, Callable[[Any], TraceEvent]] = {
-    effects.Published: _publish,
-    effects.Joined: _join,
-    effects.RolledBack: _rollback,
-    effects.Reserved: _reserve,
-    effects.Promoted: _promote,
-    effects.Pushed: _push,
-    effects.Occupied: _occupy,
-    effects.Released: _release,
-    effects.Dropped: _drop,
-    effects.Sealed: _seal,
-    effects.Claimed: _claim,
-    effects.Unsealed: _unseal,
-    effects.Delivered: _deliver,
-    effects.Consumed: _consume,
-    effects.CheckpointKept: _checkpoint,
-}
-"""Converts each effect to its line. ``Truncate`` and ``Refused`` have none, because they change nothing."""

@@ -42,10 +42,9 @@ def brief(event: TraceEvent, unix_ns: int) -> dict[str, Any] | None:
 class Recent:
     """The last noteworthy lines. Routine lines of every step evict only each other, never rare events."""
 
-    def __init__(self, routine: int = 24, others: int = 40) -> None:
-        """``routine`` and ``others`` limit the lines kept of each sort."""
-        self._routine: deque[dict[str, Any]] = deque(maxlen=routine)
-        self._others: deque[dict[str, Any]] = deque(maxlen=others)
+    def __init__(self) -> None:
+        self._routine: deque[dict[str, Any]] = deque(maxlen=24)
+        self._others: deque[dict[str, Any]] = deque(maxlen=40)
 
     def add(self, line: dict[str, Any]) -> None:
         (self._routine if line["ev"] in ROUTINE else self._others).append(line)

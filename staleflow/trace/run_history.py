@@ -46,22 +46,22 @@ class _Checkpoint(msgspec.Struct):
     state: _State
 
 
-def check(known: KnownState, attached: AttachReply, path: Path) -> None:
+def check(recorded: KnownState, attached: AttachReply, path: Path) -> None:
     """Raise ``ConfigError`` if the scheduler's ledger differs from the one ``path`` was written under, or is behind
     it."""
-    check_ledger(path, known, run=attached.run, lineage=attached.lineage, version=attached.version)
-    if known.lease > attached.leases:
-        raise _behind(path, f"it knows lease {known.lease}, but the ledger has granted {attached.leases} leases")
+    check_ledger(path, recorded, run=attached.run, lineage=attached.lineage, version=attached.version)
+    if recorded.lease > attached.leases:
+        raise _behind(path, f"it knows lease {recorded.lease}, but the ledger has granted {attached.leases} leases")
 
 
-def check_ledger(path: Path, known: KnownState, *, run: str, lineage: int, version: int) -> None:
+def check_ledger(path: Path, recorded: KnownState, *, run: str, lineage: int, version: int) -> None:
     """Like ``check``, for a ledger given by its run, lineage and newest version."""
-    if known.run not in ("", run):
-        what = f"it is of run {known.run}, but scheduler/data.mdb is of run {run}, which may be new"
+    if recorded.run not in ("", run):
+        what = f"it is of run {recorded.run}, but scheduler/data.mdb is of run {run}, which may be new"
         raise ConfigError("run directory", str(path), f"{what}; {RESTORE}")
     # a rollback lowers the version and raises the lineage, so the pair never decreases
-    if (known.lineage, known.version) > (lineage, version):
-        theirs = f"it knows version {known.version} of lineage {known.lineage}"
+    if (recorded.lineage, recorded.version) > (lineage, version):
+        theirs = f"it knows version {recorded.version} of lineage {recorded.lineage}"
         raise _behind(path, f"{theirs}, but the ledger ends at version {version} of lineage {lineage}")
 
 
@@ -70,7 +70,7 @@ def _behind(path: Path, what: str) -> ConfigError:
 
 
 def of_run(run_dir: Path) -> Iterator[tuple[Path, KnownState]]:
-    """Yield the states known to the plain files of a run directory: checkpoints, and the parameter server's folder."""
+    """Yield the states that checkpoints and the parameter server's folder record in a run directory."""
     yield from of_checkpoints(run_dir)
     yield run_dir / "parameters", read(run_dir / "parameters")
 
@@ -96,6 +96,6 @@ def read(folder: Path) -> KnownState:
         return KnownState()
 
 
-def write(folder: Path, known: KnownState, *, sync: bool) -> None:
+def write(folder: Path, recorded: KnownState, *, sync: bool) -> None:
     """Replace the note. Raises ``OSError``."""
-    write_durably(folder / FILE, seal(known), sync=sync)
+    write_durably(folder / FILE, seal(recorded), sync=sync)

@@ -16,9 +16,8 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.extras import install
 from staleflow.configs.loading.load import load
 from staleflow.supervisor import checkup, sustained
-from staleflow.supervisor.abilities import abilities
 from staleflow.supervisor.addresses import check_free
-from staleflow.supervisor.checkup import Finding
+from staleflow.supervisor.checkup import Finding, abilities
 from tests.cli.conftest import SIMULATED, Cli
 
 

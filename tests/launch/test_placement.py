@@ -108,10 +108,10 @@ def test_a_worker_is_told_where_the_scheduler_is() -> None:
         "rollout",
         "--run-dir",
         "/run/a",
-        "--connect",
-        THERE,
         "--name",
         "rollout-3",
+        "--connect",
+        THERE,
     )
     assert command == (sys.executable, *attach)
 
@@ -146,7 +146,7 @@ def test_ranks_of_several_machines_meet_under_torchrun_at_the_first() -> None:
     first, second = found["trainer"], found["trainer-1"]
     assert {"--nnodes=2", "--local-addr=10.0.0.3", "--nproc-per-node=4", "--rdzv-endpoint=10.0.0.2:5651"} <= set(first)
     assert ("--rdzv-conf=is_host=true" in first, "--rdzv-conf=is_host=false" in second) == (True, True)
-    assert first[-8:] == second[-8:] == (*first[-8:-2], "--name", "trainer")
+    assert first[-8:] == second[-8:] == (*first[-8:-4], "--name", "trainer", "--connect", THERE)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import zmq
 from staleflow.net.client import Client
 from staleflow.net.endpoint import Call, Endpoint
 from staleflow.net.limits import TransportLimits
-from staleflow.net.send_budget import SendBudget
-from staleflow.net.zmq_stream import context
+from staleflow.net.zmq_stream import SendBudget, context
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.codec import encode_request
 from staleflow.protocols.wire.messages import Chunk, GetChunk

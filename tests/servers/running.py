@@ -160,7 +160,7 @@ class Run:
         )
         serving = asyncio.create_task(endpoint.serve())
         while not stop.is_set():
-            service.tick()
+            service.tick(endpoint.peers)
             await asyncio.sleep(0.02)
         endpoint.close()
         await serving

@@ -12,7 +12,7 @@ from staleflow.protocols.consistency.limits import Bound, Limits, OnOverdue
 from staleflow.protocols.consistency.machine import Machine
 from staleflow.store.lmdb import Store
 from staleflow.trace import events as ev
-from staleflow.trace.events import EVENT_OF
+from staleflow.trace.events import event_of
 from staleflow.trace.writer import TABLES, Trace
 
 TRAINER = WorkerId("trainer.1")
@@ -71,9 +71,8 @@ class History:
     def do(self, event: Event) -> tuple[Effect, ...]:
         effects = self.machine.apply(event, self.now)
         for effect in effects:
-            line = EVENT_OF.get(type(effect))
-            if line is not None:
-                self._trace.add(line(effect))
+            if (line := event_of(effect)) is not None:
+                self._trace.add(line)
         self._commit()
         return effects
 

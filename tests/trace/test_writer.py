@@ -13,7 +13,7 @@ from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Linea
 from staleflow.store.base import Durability
 from staleflow.store.lmdb import Store
 from staleflow.trace import writer as trace
-from staleflow.trace.events import EVENT_OF, Attach, Occupy
+from staleflow.trace.events import Attach, Occupy, event_of
 from staleflow.trace.writer import NO_HASH, TABLES, Trace, TraceError
 
 
@@ -255,7 +255,9 @@ def test_effects_become_lines_with_the_fields_of_the_contract(tmp_path: Path) ->
         Consumed(batch=BatchId(4), lineage=Lineage(0), step=Step(5), trainer_term=TrainerTerm(6)),
     )
     for effect in effects:
-        run.trace.add(EVENT_OF[type(effect)](effect))
+        line = event_of(effect)
+        assert line is not None
+        run.trace.add(line)
     run.tell()
     run.close()
     common = {"schema", "run", "inc", "seq", "t", "m", "h"}

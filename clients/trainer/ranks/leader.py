@@ -7,7 +7,8 @@ rank 0 requests micro-batches; it announces the groups of each, and every rank f
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
@@ -107,34 +108,26 @@ class Leader:
         self._backend.check(directory)
 
     def load(self, directory: Path | None) -> None:
-        self._announce(Order.LOAD, *self._current_term(), text="" if directory is None else str(directory.absolute()))
-        self._backend.load(directory)
-        self._idle = True
+        text = "" if directory is None else str(directory.absolute())
+        with self._operation(Order.LOAD, *self._current_term(), text=text):
+            self._backend.load(directory)
 
     def same(self, batch: TrainBatch) -> bool:
         """Return whether every rank has this batch. ``Stopped`` if any has a stop request."""
-        self._announce(Order.BATCH, batch.step)
-        numbers = self._ranks.gather(np.array([batch.batch], np.int64))
-        self._idle = True
+        with self._operation(Order.BATCH, batch.step):
+            numbers = self._ranks.gather(np.array([batch.batch], np.int64))
         if NO_BATCH in numbers:
             raise Stopped
         return bool((numbers == batch.batch).all())
 
     def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
-        self._announce(Order.TRAIN, step)
-        try:
-            result = self._backend.train(batch, step, stopping)
-        except (Stopped, Untrainable):
-            self._idle = True  # every rank raised it
-            raise
-        self._idle = True
-        return result
+        with self._operation(Order.TRAIN, step):
+            return self._backend.train(batch, step, stopping)
 
     def share(self, micro_batch: MicroBatch) -> bool:
         """Return whether every rank has its share of this micro-batch. ``Stopped`` if any has a stop request."""
-        self._announce(Order.MICRO_BATCH, text=_encode(micro_batch.header))
-        flags = self._ranks.gather(np.array([FETCHED], np.int64))
-        self._idle = True
+        with self._operation(Order.MICRO_BATCH, text=_encode(micro_batch.header)):
+            flags = self._ranks.gather(np.array([FETCHED], np.int64))
         if NO_BATCH in flags:
             raise Stopped
         return bool((flags == FETCHED).all())
@@ -144,16 +137,11 @@ class Leader:
 
     def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
         """Add rank 0's share of the last announced micro-batch."""
-        self._announce(Order.ADD, int(self._first), int(last))
-        if self._first:
-            self._backend.begin()
-        self._first = False
-        try:
+        with self._operation(Order.ADD, int(self._first), int(last)):
+            if self._first:
+                self._backend.begin()
+            self._first = False
             self._backend.add(part, stopping, last=last)
-        except (Stopped, Untrainable):
-            self._idle = True  # every rank raised it
-            raise
-        self._idle = True
 
     def finish(self, batch: TrainBatch, step: Step) -> StepResult:
         header = Batch(
@@ -165,10 +153,8 @@ class Leader:
             digest=batch.digest,
             mask_below=Version(-1),
         )
-        self._announce(Order.FINISH, text=_encode(header))
-        result = self._backend.finish(batch, step)
-        self._idle = True
-        return result
+        with self._operation(Order.FINISH, text=_encode(header)):
+            return self._backend.finish(batch, step)
 
     def weights(self) -> Published:
         published = self._backend.weights()
@@ -176,27 +162,19 @@ class Leader:
 
     def each(self, published: Published) -> Iterator[tuple[str, Array]]:
         """Iterate over weights of which every rank has a part."""
-        self._announce(Order.GATHER)
-        yield from published.items()
-        self._idle = True
+        with self._operation(Order.GATHER):
+            yield from published.items()
 
     def save(self, directory: Path) -> None:
-        self._announce(Order.SAVE, text=str(directory.absolute()))
-        self._backend.save(directory)
-        self._ranks.barrier()
-        self._idle = True
+        with self._operation(Order.SAVE, text=str(directory.absolute())):
+            self._backend.save(directory)
+            self._ranks.barrier()
 
     def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
         if not self._backend.together:
             return self._backend.evaluate(version, stopping)
-        self._announce(Order.EVALUATE, version)
-        try:
-            values = self._backend.evaluate(version, stopping)
-        except Stopped:
-            self._idle = True
-            raise
-        self._idle = True
-        return values
+        with self._operation(Order.EVALUATE, version):
+            return self._backend.evaluate(version, stopping)
 
     def close(self) -> None:
         """Release the others. During an operation they detect the end of this process by themselves."""
@@ -208,6 +186,17 @@ class Leader:
     def _announce(self, order: Order, *arguments: int, text: str = "") -> None:
         self._idle = False
         self._ranks.broadcast([order, *arguments], text)
+
+    @contextmanager
+    def _operation(self, order: Order, *arguments: int, text: str = "") -> Generator[None]:
+        """Announce an order and lead its operation. After any other error, the ranks may be at different places."""
+        self._announce(order, *arguments, text=text)
+        try:
+            yield
+        except (Stopped, Untrainable):
+            self._idle = True  # every rank raised it
+            raise
+        self._idle = True
 
 
 class _GatheredWeights:

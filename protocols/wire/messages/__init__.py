@@ -64,7 +64,6 @@ from staleflow.protocols.wire.messages.parameters import (
     TensorEntry,
     Unpin,
 )
-from staleflow.protocols.wire.messages.prompts import FEATURES, PromptFeatures, PromptFeaturesReply
 from staleflow.protocols.wire.messages.stages import StageFailing, StageLoad, StageLoads
 from staleflow.protocols.wire.messages.status import (
     GetStatus,
@@ -97,6 +96,7 @@ from staleflow.protocols.wire.messages.training import (
     RetainedVersions,
 )
 from staleflow.protocols.wire.messages.trajectories import (
+    FEATURES,
     GetGroups,
     GetRows,
     GetSlab,
@@ -106,6 +106,8 @@ from staleflow.protocols.wire.messages.trajectories import (
     MadeColumn,
     PartialFrames,
     Place,
+    PromptFeatures,
+    PromptFeaturesReply,
     PushGroups,
     PushItem,
     PutPartial,

@@ -263,7 +263,7 @@ class SchedulerStatus(Status, frozen=True, kw_only=True):
     """Used share of its LMDB map, 0 to 1."""
 
     @property
-    def heard(self) -> bool:
+    def answered(self) -> bool:
         """False for the default, which stands for a scheduler that has not answered yet."""
         return self.incarnation > 0
 

@@ -1,4 +1,4 @@
-"""Messages to a trajectory server: prompt rows, payload, stages."""
+"""Messages to a trajectory server (prompt rows, payload, stages), and its prompt features for the scheduler."""
 
 from typing import Any
 
@@ -206,3 +206,25 @@ class Groups(Message, frozen=True, kw_only=True):
     """Folder of the slabs."""
     columns: list[MadeColumn] = msgspec.field(default_factory=list[MadeColumn])
     """Stage columns of groups that are packed or have a place; the other groups have theirs among their arrays."""
+
+
+FEATURES = 32
+"""Number of features of one prompt."""
+
+
+class PromptFeatures(Message, frozen=True, kw_only=True):
+    """A shard sends the requested features and waits for the next request. -> PromptFeaturesReply, within ``wait_ms``
+
+    ``frames`` names one frame, ``features``, float16 [len(rows), FEATURES]; no frame if ``rows`` is empty.
+    """
+
+    shard: int
+    rows: list[int]
+    frames: list[TensorSpec]
+    wait_ms: int = 10_000
+
+
+class PromptFeaturesReply(Message, frozen=True, kw_only=True):
+    """Prompt rows whose features the shard must send next; may be empty."""
+
+    rows: list[int]

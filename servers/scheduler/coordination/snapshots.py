@@ -1,5 +1,6 @@
 """The snapshot of a coordination cycle. Views of unchanged instances are reused from the last snapshot."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from staleflow.configs.rules.coordination import samples_started
@@ -16,12 +17,32 @@ from staleflow.servers.scheduler.coordination.instance import Instance
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.coordination.pacing import Pacing
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
-from staleflow.servers.scheduler.prompts.affinity import Affinity
 
 MAX_STARTS = 128
 """Maximum number of groups started in one cycle: granting them blocks other requests for a few milliseconds."""
 FLIGHTS_INTERVAL_MS = 500
 """Interval between two scans of all leased groups; moves are not urgent."""
+
+
+MAX_PROMPTS = 65_536
+"""Maximum number of stored prompts; the least recently leased ones are discarded."""
+
+
+class Affinity:
+    """The last instance of each prompt, by row of the prompt source, so that it holds across epochs. In memory only."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[int, WorkerId] = OrderedDict()
+
+    def of(self, row: int) -> WorkerId | None:
+        return self._of.get(row)
+
+    def record(self, row: int, worker: WorkerId) -> None:
+        """Record that the prompt was leased to ``worker``."""
+        self._of[row] = worker
+        self._of.move_to_end(row)
+        if len(self._of) > MAX_PROMPTS:
+            self._of.popitem(last=False)
 
 
 class Snapshots:

@@ -11,31 +11,47 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from staleflow.process.clock import WALL, Clock
 from staleflow.protocols.consistency.effects import Effect
 from staleflow.protocols.consistency.events import Event
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
-from staleflow.servers.scheduler.ledger import rows as ledger_rows
-from staleflow.servers.scheduler.ledger.rows import LedgerRows
 from staleflow.servers.scheduler.ledger.totals import Totals
 from staleflow.servers.scheduler.prompts import queue as prompt_queue
 from staleflow.servers.scheduler.prompts.queue import PromptQueue
-from staleflow.store.base import FULL_SHARE, Store, StoreCorrupt, StoreError, StoreFull, Write
+from staleflow.store.base import (
+    FULL_SHARE,
+    Read,
+    Store,
+    StoreCorrupt,
+    StoreError,
+    StoreFull,
+    Write,
+    key_number,
+    number_key,
+)
 from staleflow.store.disk_errors import Resource
 from staleflow.trace import writer as trace
-from staleflow.trace.events import EVENT_OF, Open
+from staleflow.trace.events import Open, event_of
 from staleflow.trace.writer import Trace
 
 log = logging.getLogger(__name__)
 
-TABLES = ("meta", ledger_rows.TABLE, "workers", "room", *trace.TABLES, *prompt_queue.TABLES)
+GROUPS = "groups"
+"""Table of the ledger's rows."""
+TABLES = ("meta", GROUPS, "workers", "room", *trace.TABLES, *prompt_queue.TABLES)
 
 _OVERLOAD_END_SHARE = 0.85
 """Overload ends below this used share of the map. Below ``FULL_SHARE``, so that the state does not flap."""
 
 _PROBE_BYTES = 65_536
 """Bytes that a probe writes and deletes: several pages of the map."""
+
+_LEDGER = b"ledger"
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[int | str | bool]).decode
 
 
 class Interpreter:
@@ -84,12 +100,10 @@ class Interpreter:
         """Apply one event; trace its effects and notify listeners in order. The next commit makes them durable."""
         effects = self.machine.apply(event, self.clock.now_ms())
         for effect in effects:
-            kind = type(effect)
-            line = EVENT_OF.get(kind)
-            if line is not None:
+            if (line := event_of(effect)) is not None:
                 self._touched = True
-                self.trace.add(line(effect))
-            for listener in self._listeners.get(kind, ()):
+                self.trace.add(line)
+            for listener in self._listeners.get(type(effect), ()):
                 listener(effect)
         return effects
 
@@ -200,3 +214,42 @@ class Interpreter:
         for write in self._extra:
             write(txn)
         self.trace.commit(txn)
+
+
+class LedgerRows:
+    """Reader and writer of the ledger's rows in the store; knows the place of each row.
+
+    Rows that change together share pages. Group ids arrive in shuffled order, so keys by group would dirty one page of
+    the map per row; leases arrive in order.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}
+
+    def save(self, txn: Write, machine: Machine) -> None:
+        """Write the changed rows and the globals."""
+        places = self._places
+        for key in machine.take_dirty():
+            row = machine.row(key)
+            before = places.get(key)
+            place = -1 if row is None else machine.place(key)
+            if before is not None and before != place:  # deleted, or leased again at another place
+                del places[key]
+                txn.delete(GROUPS, number_key(before))
+            if row is not None:
+                places[key] = place
+                txn.put(GROUPS, number_key(place), _encode((key, *row)))
+        txn.put("meta", _LEDGER, _encode(machine.globals_row()))
+
+    def load(self, txn: Read, limits: Limits, now_ms: int) -> Machine:
+        """Return the last saved machine and remember the places of its rows; a new machine if nothing was saved."""
+        self._places.clear()
+        raw = txn.get("meta", _LEDGER)
+        if raw is None:
+            return Machine(limits)
+        rows: dict[int, list[int | str | bool]] = {}
+        for place, stored in txn.items(GROUPS):
+            key, *row = _decode(stored)
+            self._places[int(key)] = key_number(place)
+            rows[int(key)] = row
+        return Machine.restore(limits, _decode(raw), rows.items(), now_ms)

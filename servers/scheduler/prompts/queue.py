@@ -100,11 +100,6 @@ class PromptQueue:
         return bool(self._changes) or self._moved or self.lengths.changed or self.tries.changed
 
     @property
-    def endless(self) -> bool:
-        """True if every row is repeated without end."""
-        return self._stream.endless
-
-    @property
     def rows(self) -> int:
         """Rows of the prompt source; 0 before a trajectory server has reported them."""
         return self._stream.rows

@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
+
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.coordination.composition import clustered
-from staleflow.servers.scheduler.prompts.permutation import permuted
 
 BLOCK = 512
 """Places to draw at once when their order is that of the permutation."""
 _ENDLESS = 1 << 40
 """Number of groups of an endless source."""
+_WORD, _ODD, _OTHER = np.uint64(0xFFFF_FFFF), np.uint64(0x9E37_79B1), np.uint64(0x85EB_CA77)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +76,6 @@ class PromptStream:
     def ahead(self) -> bytes:
         """Bitmap of places handed out of order. Bit i is the place i after the first one that was not handed out."""
         return self._ahead.to_bytes((self._ahead.bit_length() + 7) // 8, "little")
-
-    @property
-    def endless(self) -> bool:
-        """True if the source is repeated without end."""
-        return not self._epochs
 
     def num_left(self) -> int:
         """Number of groups that can still be handed out; a large number for an endless source."""
@@ -142,3 +139,26 @@ class PromptStream:
             longest_first = drawn[0][1] // self._block % 2 == 1
             drawn = [drawn[position] for position in clustered(lengths, longest_first=longest_first)]
         self._waiting.update(drawn)
+
+
+def permuted(start: int, count: int, rows: int, *, seed: int, epoch: int) -> list[int]:
+    """Return places ``start`` .. ``start + count - 1`` of the permutation of ``range(rows)`` for a seed and an epoch.
+
+    Memory does not grow with the rows. Four Feistel rounds over the smallest even power of two that is at least
+    ``rows``; values outside the range are mapped again until they fall inside (cycle walking), which keeps the mapping
+    a permutation.
+    """
+    half = max(((rows - 1).bit_length() + 1) // 2, 1)
+    mask = (1 << half) - 1
+    keys = np.random.SeedSequence((seed, epoch)).generate_state(4, np.uint32).astype(np.uint64)
+    places = np.arange(start, start + count, dtype=np.uint64)
+    outside = np.ones(count, dtype=np.bool_)
+    while outside.any():
+        left, right = places[outside] >> half, places[outside] & mask
+        for key in keys:
+            mixed = (right ^ key) * _ODD & _WORD
+            mixed = (mixed ^ mixed >> 15) * _OTHER & _WORD
+            left, right = right, left ^ (mixed >> 7 & mask)
+        places[outside] = left << half | right
+        outside = places >= rows
+    return places.tolist()

@@ -14,16 +14,12 @@ in flight may still help. A suspicion arises only from conditions that no attach
 A rollout worker that was lost in the last minutes prevents a suspicion: it may return and serve the prompts.
 """
 
-from collections.abc import Callable
-
 from staleflow.configs.rules.algorithm import filter_of
-from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.effects import ReleaseWhy
-from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import StageFailing
 from staleflow.servers.scheduler.coordination.backoff import MAX_PROMPTS, Backoff
-from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.prompts.failures import PromptFailures
+from staleflow.servers.scheduler.state import SchedulerState
 
 MIN_FAILURES = 5
 """Number of failures of each remaining prompt after which none is expected to succeed."""
@@ -37,26 +33,11 @@ FEW_BATCHES = 4
 class Deadlock:
     """Detects deadlocks from the ledger, the prompt queue and recent failures; keeps no state."""
 
-    def __init__(
-        self,
-        config: Config,
-        interpreter: Interpreter,
-        prompt_failures: PromptFailures,
-        backoff: Backoff,
-        may_return: Callable[[str], bool],
-        stage_fails: Callable[[int], tuple[str, StageFailing] | None],
-        name_of: Callable[[WorkerId], str],
-    ) -> None:
-        """``may_return``: returns whether a lost process of a role may still return. ``stage_fails``: returns a stage
-        whose workers have all failed every group for the given ms, with one of them. ``name_of``: returns the name of a
-        process."""
-        self._stage_fails = stage_fails
-        self._name_of = name_of
-        self._config = config
-        self._interpreter = interpreter
+    def __init__(self, state: SchedulerState, prompt_failures: PromptFailures, backoff: Backoff) -> None:
+        self._config, self._interpreter = state.config, state.interpreter
+        self._registry, self._loads = state.registry, state.loads
         self._prompt_failures = prompt_failures
         self._backoff = backoff
-        self._may_return = may_return
 
     # --- certain ---------------------------------------------------------------------------------------------
 
@@ -78,7 +59,7 @@ class Deadlock:
         left = prompts.num_left()
         if not left:
             return f"{step} and the prompts are used up{self._spent()}. {self._more()}"
-        if self._may_return("rollout"):
+        if self._registry.may_return("rollout"):
             return ""
         if left == prompts.num_requeued and all(
             prompts.tries[group].failures >= MIN_FAILURES for group in prompts.requeued_groups()
@@ -96,9 +77,9 @@ class Deadlock:
             what, count, detail = "every group fails in a stage", failed.count, failed.detail
         elif (failing_stage := self._failing_stage()) is not None:
             stage, one = failing_stage
-            what = f"every group fails in the stage {stage} at {self._name_of(one.worker)}"
+            what = f"every group fails in the stage {stage} at {self._registry.name_of(one.worker)}"
             count, detail = one.failures, one.why
-        elif totals.pushes or self._may_return("rollout"):
+        elif totals.pushes or self._registry.may_return("rollout"):
             return ""
         elif (streak := self._backoff.all_fail()) is not None and self._lasts(streak.first_ms):
             what, count, detail = "rollout workers give up every group", streak.count, streak.detail
@@ -113,7 +94,7 @@ class Deadlock:
         """
         totals = self._interpreter.totals.counts
         passed = totals.occupies or totals.releases.get(ReleaseWhy.FILTERED.value)
-        return None if passed else self._stage_fails(MIN_FAILING_MS)
+        return None if passed else self._loads.all_fail(self._registry.stage_workers(), MIN_FAILING_MS)
 
     def _lasts(self, first_ms: int) -> bool:
         return self._interpreter.clock.now_ms() - first_ms >= MIN_FAILING_MS

@@ -9,17 +9,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from staleflow.configs.schema import Config
 from staleflow.configs.stages import graph
 from staleflow.metrics.names import METRICS, PLACES, PREFIX, prometheus
 from staleflow.net.security import security_mode
-from staleflow.servers.scheduler.coordination.instances import Instances
-from staleflow.servers.scheduler.ledger.identity import Identity
-from staleflow.servers.scheduler.ledger.interpreter import Interpreter
-from staleflow.servers.scheduler.ledger.phase import Phase
-from staleflow.servers.scheduler.status.stage_loads import StageLoadTable
+from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.status.step_metrics import StepMetrics
-from staleflow.servers.scheduler.workers.registry import Registry
 
 CACHE_MS: Final = 1_000
 """Time for which a built text is reused."""
@@ -94,23 +88,13 @@ def names() -> dict[str, str]:
 class Exposition:
     """Read-only view of the scheduler that formats the exposition."""
 
-    def __init__(
-        self,
-        config: Config,
-        identity: Identity,
-        interpreter: Interpreter,
-        registry: Registry,
-        instances: Instances,
-        metrics: StepMetrics,
-        loads: StageLoadTable,
-        phase: Phase,
-        trainer_waits: Callable[[], bool],
-    ) -> None:
-        self._config, self._identity, self._interpreter = config, identity, interpreter
-        self._registry, self._instances, self._metrics = registry, instances, metrics
-        self._loads, self._phase = loads, phase
-        self._stages = [node.name for node in graph(config)]
-        self._started_ms = interpreter.clock.now_ms()
+    def __init__(self, state: SchedulerState, metrics: StepMetrics, trainer_waits: Callable[[], bool]) -> None:
+        self._config, self._identity, self._phase = state.config, state.identity, state.phase
+        self._interpreter, self._registry = state.interpreter, state.registry
+        self._instances, self._loads = state.instances, state.loads
+        self._metrics = metrics
+        self._stages = [node.name for node in graph(state.config)]
+        self._started_ms = state.interpreter.clock.now_ms()
         self._cached: tuple[int, bytes] = (-CACHE_MS, b"")
         self._build_lock = asyncio.Lock()
         self._trainer_waits = trainer_waits

@@ -5,7 +5,6 @@ from typing import Any
 
 from msgspec import structs
 
-from staleflow.configs.schema import Config
 from staleflow.configs.stages import graph
 from staleflow.net.security import security_mode
 from staleflow.protocols.consistency.limits import Bound
@@ -20,20 +19,16 @@ from staleflow.protocols.wire.messages.status import (
     WorkerStatus,
 )
 from staleflow.servers.scheduler.coordination.instance import Instance
-from staleflow.servers.scheduler.coordination.instances import Instances
-from staleflow.servers.scheduler.ledger.identity import Identity
-from staleflow.servers.scheduler.ledger.interpreter import Interpreter
-from staleflow.servers.scheduler.ledger.phase import Phase
-from staleflow.servers.scheduler.status.stage_loads import (
+from staleflow.servers.scheduler.state import SchedulerState
+from staleflow.servers.scheduler.status.step_metrics import StepMetrics
+from staleflow.servers.scheduler.status.why import Why
+from staleflow.servers.scheduler.workers.registry import Process
+from staleflow.servers.scheduler.workers.stage_loads import (
     Load,
-    StageLoadTable,
     calls_limit,
     calls_under_way,
     episodes_limit,
 )
-from staleflow.servers.scheduler.status.step_metrics import StepMetrics
-from staleflow.servers.scheduler.status.why import Why
-from staleflow.servers.scheduler.workers.registry import Process, Registry
 
 MIN_CACHED_PEERS = 64
 """With more processes than this, most of a reply is cached for ``CACHE_MS``: building it takes time from the ledger."""
@@ -46,30 +41,14 @@ MAX_SILENT_ROWS = 64
 class StatusView:
     """Read-only view of the scheduler that builds status replies."""
 
-    def __init__(
-        self,
-        config: Config,
-        identity: Identity,
-        interpreter: Interpreter,
-        registry: Registry,
-        instances: Instances,
-        metrics: StepMetrics,
-        phase: Phase,
-        loads: StageLoadTable,
-        why: Why,
-        run_dir: str,
-    ) -> None:
-        self._config = config
-        self._identity = identity
-        self._interpreter = interpreter
-        self._registry = registry
-        self._instances = instances
+    def __init__(self, state: SchedulerState, metrics: StepMetrics, why: Why, run_dir: str) -> None:
+        self._config, self._identity, self._phase = state.config, state.identity, state.phase
+        self._interpreter, self._registry = state.interpreter, state.registry
+        self._instances, self._loads = state.instances, state.loads
         self._metrics = metrics
-        self._phase = phase
         self._why = why
-        self._loads = loads
-        self._stages = graph(config)
-        self._started_ms = interpreter.clock.now_ms()
+        self._stages = graph(state.config)
+        self._started_ms = state.interpreter.clock.now_ms()
         self._run_dir = run_dir
         self._newest = (-CACHE_MS, SchedulerStatus())
 

@@ -7,21 +7,18 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.protocols.consistency import effects
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages.status import Hold, Pin
 from staleflow.servers.scheduler.coordination.backoff import Backoff
-from staleflow.servers.scheduler.coordination.instances import Instances
-from staleflow.servers.scheduler.ledger.interpreter import Interpreter
-from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.lengths.durations import Durations
+from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.status.deadlock import Deadlock
 from staleflow.servers.scheduler.status.sentences import pinned, restarted, restricted, silent, starved
-from staleflow.servers.scheduler.status.stage_loads import StageLoadTable, calls_limit, episodes_limit
-from staleflow.servers.scheduler.workers.registry import CRASH_LOOP_WINDOW_MS, Registry
+from staleflow.servers.scheduler.workers.registry import CRASH_LOOP_WINDOW_MS
+from staleflow.servers.scheduler.workers.stage_loads import calls_limit, episodes_limit
 from staleflow.store.disk_errors import trouble
 
 MAX_PINS = 16
@@ -33,25 +30,16 @@ class Why:
 
     def __init__(
         self,
-        config: Config,
-        interpreter: Interpreter,
-        registry: Registry,
-        instances: Instances,
+        state: SchedulerState,
         deadlock: Deadlock,
         backoff: Backoff,
-        phase: Phase,
-        loads: StageLoadTable,
         is_trainer_waiting: Callable[[], bool],
     ) -> None:
         """``is_trainer_waiting``: returns whether the trainer waits for its current batch."""
-        self._config = config
-        self._interpreter = interpreter
-        self._registry = registry
-        self._instances = instances
+        self._config, self._interpreter, self._phase = state.config, state.interpreter, state.phase
+        self._registry, self._instances, self._loads = state.registry, state.instances, state.loads
         self._deadlock = deadlock
         self._backoff = backoff
-        self._phase = phase
-        self._loads = loads
         self._is_trainer_waiting = is_trainer_waiting
         self._leased, self._staged = Durations(), Durations()
         for effect, listener in (
@@ -60,7 +48,7 @@ class Why:
             (effects.Occupied, self._on_occupied),
             (effects.Released, self._on_released),
         ):
-            interpreter.listen(effect, listener)
+            state.interpreter.listen(effect, listener)
 
     def sentence(self) -> str:
         """Explain what the run waits for now."""

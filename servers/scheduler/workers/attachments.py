@@ -4,11 +4,11 @@ A worker that detaches or is replaced loses its leases in the ledger immediately
 they expire.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from functools import partial
 
 from staleflow.configs.loading.load import to_json
-from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.net.endpoint import Call
 from staleflow.net.security import OBSERVER_ROLES
@@ -17,15 +17,11 @@ from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Attach, AttachReply, Detach, Done
 from staleflow.protocols.wire.stages import CRITIC, REWARD
-from staleflow.servers.scheduler.coordination.instances import Instances
-from staleflow.servers.scheduler.ledger.identity import Identity
-from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
-from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.ledger.rejects import Rejects
+from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.workers import registry
-from staleflow.servers.scheduler.workers.registry import ROLES, Process, Registry
-from staleflow.servers.scheduler.workers.reserved_names import name_objection
+from staleflow.servers.scheduler.workers.registry import ROLES, Process
 from staleflow.trace import events as trace_events
 
 MAX_TEXT_BYTES = 1_024
@@ -35,34 +31,32 @@ NAME_TIMEOUT_MS = 15_000
 heartbeats, or a little later if the scheduler itself is late."""
 MAX_WHY_CHARS = 200
 """Maximum length of the reason of a ``Detach``: it is traced."""
+_ROLES: dict[str, tuple[str, ...]] = {
+    "rollout": ("rollout",),
+    "stage": ("stage",),
+    "trainer": ("trainer",),
+    "trajectories": ("trajectories",),
+    "parameters": ("parameters",),
+    "relay": ("relay",),
+    "scheduler": (),
+    "monitor": OBSERVER_ROLES,
+    "admin": OBSERVER_ROLES,
+}
+"""Roles that may use a name, by the first word of the name."""
+_FIRST_WORD = re.compile(r"[^-.]*")
 
 
 class Attachments:
     """Keeps registry, instances, ledger and trace consistent about the attached processes."""
 
-    def __init__(
-        self,
-        config: Config,
-        identity: Identity,
-        run_dir: str,
-        interpreter: Interpreter,
-        replies: PendingReplies,
-        rejects: Rejects,
-        registry: Registry,
-        instances: Instances,
-        phase: Phase,
-    ) -> None:
-        self._config = config
-        self._config_json = to_json(config)
-        self._stages = frozenset(stages(config))
-        self._identity = identity
+    def __init__(self, state: SchedulerState, replies: PendingReplies, rejects: Rejects, run_dir: str) -> None:
+        self._config, self._identity, self._phase = state.config, state.identity, state.phase
+        self._interpreter, self._registry, self._instances = state.interpreter, state.registry, state.instances
+        self._config_json = to_json(state.config)
+        self._stages = frozenset(stages(state.config))
         self._run_dir = run_dir
-        self._interpreter = interpreter
         self._replies = replies
         self._rejects = rejects
-        self._registry = registry
-        self._instances = instances
-        self._phase = phase
 
     def attach(self, call: Call, body: Attach) -> None:
         no = self._objection(call, body)
@@ -254,3 +248,23 @@ class Attachments:
 
         for process in self._registry.discard_silent(needed):
             self._interpreter.with_commit(partial(registry.forget, name=process.name))
+
+
+def reserved_for(name: str, stages: Collection[str]) -> tuple[str, ...] | None:
+    """Return the roles that may use ``name``; None if every role may. ``stages``: the stages of the run.
+
+    A name whose first word is a role ("trainer", "trajectories-0") or a stage ("reward-2") is reserved for that role,
+    even while no process uses it: a process of another role with that name would lock its owner out.
+    """
+    match = _FIRST_WORD.match(name)
+    word = match.group() if match else ""
+    return ("stage",) if word in stages else _ROLES.get(word)
+
+
+def name_objection(name: str, role: str, stages: Collection[str]) -> str | None:
+    """Return why a process of ``role`` may not use ``name``, or None."""
+    roles = reserved_for(name, stages)
+    if roles is None or role in roles:
+        return None
+    owners = f"processes of role {roles[0]}" if roles else "the scheduler itself"
+    return f'name is "{name}", which is reserved for {owners}; use a name with another first word'

@@ -9,11 +9,9 @@ from staleflow.net.endpoint import Call
 from staleflow.protocols.consistency.effects import Code, Published
 from staleflow.protocols.consistency.ids import Version
 from staleflow.protocols.wire.messages import Done, Pulled
-from staleflow.servers.scheduler.coordination.instances import Instances
-from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 from staleflow.servers.scheduler.ledger.rejects import Rejects
-from staleflow.servers.scheduler.workers.registry import Registry
+from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.store.base import Write, key_number, number_key
 from staleflow.trace import events as trace_events
 
@@ -25,22 +23,13 @@ _PREFIX = b"sha/"
 class PullReports:
     """Checks each ``Pulled`` and writes ``pull`` lines."""
 
-    def __init__(
-        self,
-        interpreter: Interpreter,
-        replies: PendingReplies,
-        rejects: Rejects,
-        registry: Registry,
-        instances: Instances,
-    ) -> None:
-        self._interpreter = interpreter
+    def __init__(self, state: SchedulerState, replies: PendingReplies, rejects: Rejects) -> None:
+        self._interpreter, self._registry, self._instances = state.interpreter, state.registry, state.instances
         self._replies = replies
         self._rejects = rejects
-        self._registry = registry
-        self._instances = instances
         self._digests: dict[Version, str] = {}
         """Digest of the newest publish by version, possibly including versions that a rollback has abandoned."""
-        with interpreter.store.read() as txn:
+        with state.interpreter.store.read() as txn:
             for key, value in txn.items("meta", _PREFIX):
                 if not key.startswith(_PREFIX):  # ``items`` starts at the prefix but continues to the end of the table
                     break

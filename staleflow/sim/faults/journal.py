@@ -130,8 +130,7 @@ class Journal:
         if all(one.sha != sha for one in sent):
             sent.append(Sent(worker, sha, at_s))
 
-    def was_pushed(self, group: GroupId, payload: GroupPayload, lease: LeaseId | None = None) -> bool:
-        """Return whether some worker pushed these bytes of that group, under ``lease`` if it is known."""
+    def was_pushed(self, group: GroupId, payload: GroupPayload) -> bool:
+        """Return whether some worker pushed these bytes of that group."""
         sha = sha_of(payload)
-        leases = self.assigned.get(group, {}) if lease is None else (lease,)
-        return any(one.sha == sha for key in leases for one in self.sent.get(Key(group, key), ()))
+        return any(one.sha == sha for key in self.assigned.get(group, {}) for one in self.sent.get(Key(group, key), ()))

@@ -39,7 +39,6 @@ FROZEN = 2
 REFERENCE_COLUMN = f"{STAGE}{REFERENCE}/logprobs"
 LENGTHS, ODD = "lengths", "odd"
 """Names of a user's stages."""
-STAGES = (REWARD, REFERENCE, LENGTHS, ODD)
 TENSOR = "weights"
 
 

@@ -452,9 +452,9 @@ class World:
 
     def _on_finished(self) -> None:
         """Note when the end of the run is acknowledged; if the plan wants it, kill the scheduler and start it again."""
-        node, known = self.nodes["scheduler"], self.history.finished_s
-        self.history.finished_s = known or self.conductor.now_s
-        if known or not self.plan.killed_at_end or node.process is None:
+        node, finished_s = self.nodes["scheduler"], self.history.finished_s
+        self.history.finished_s = finished_s or self.conductor.now_s
+        if finished_s or not self.plan.killed_at_end or node.process is None:
             return
         self.conductor.kill(node.process)
 

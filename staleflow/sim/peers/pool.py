@@ -121,17 +121,13 @@ class Pool:
         first = self._prompts.upcoming(1)
         return first[0] if first else None
 
-    def least_active(self) -> Replica:
-        """Return the replica with the fewest samples that run or wait; the first of several."""
-        return min(self.replicas, key=lambda replica: replica.active)
-
     def begin(self, replica: Replica | None = None) -> bool:
         """Start the next group, on the least active replica by default; return False at the end of the prompts."""
         prompt = self._prompts.pop()
         if prompt is None:
             return False
         number = LeaseId(len(self.started) + 1)
-        replica = replica or self.least_active()
+        replica = replica or min(self.replicas, key=lambda replica: replica.active)
         group = Group(prompt, number, replica, self._workload.samples(prompt, number))
         self.started.append(group)
         self.running[group] = None

@@ -40,7 +40,6 @@ class Recount:
 
     def __init__(self, fail: Callable[[Rule, str, int], None], checks: Counter[str]) -> None:
         self._seq = 0
-        self._checks = checks
         self.books = Books(lambda rule, why: fail(rule, why, self._seq), checks)
         self.staleness: Counter[int] = Counter()
         self.steps = self.tokens = self.masked = 0

@@ -101,7 +101,7 @@ class Asked:
             for worker in workers:
                 self.report(worker)
             time.sleep(0.01)
-            self.service.tick()
+            self.service.tick([])
 
     def join(self, trainer: str, version: int = 0, id: int = 0) -> Reply | None:
         body = Join(trainer=WorkerId(trainer), lineage=Lineage(0), version=Version(version))

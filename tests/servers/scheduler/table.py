@@ -89,7 +89,6 @@ class Table:
         )
         self._answers: list[Callable[[], None]] = []
         self.endpoint = MemoryEndpoint(self.service.on_call, self._answers.append)
-        self.service.peers = lambda: self.endpoint.peers
 
     def restart(self, session: str = "") -> None:
         """Kill and restart the scheduler; every attached peer is still connected, and its next message counts."""
@@ -136,7 +135,7 @@ class Table:
         """Let time pass."""
         for _ in range(0, ms, TICK_MS):
             self.clock.ms += TICK_MS
-            self.service.tick()
+            self.service.tick(self.endpoint.peers)
             self.deliver()
 
     def silent(self, worker: str) -> None:

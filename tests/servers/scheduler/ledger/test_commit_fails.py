@@ -33,11 +33,11 @@ def test_a_scheduler_that_starts_on_a_full_disk_opens_its_trace_once_there_is_ro
     store.full = True
     service, interpreter = open_service(config(), tmp_path, store, Hands())
     for _ in range(3 * ROOM_TICKS):
-        service.tick()
+        service.tick([])
     assert (interpreter.failed, (tmp_path / "trace.jsonl").read_bytes()) == (True, b"")
     store.full = False
     for _ in range(2 * ROOM_TICKS):
-        service.tick()
+        service.tick([])
     assert not interpreter.failed
     service.close("test")
     interpreter.trace.close()

@@ -49,7 +49,7 @@ def opened(tmp_path: Path, store: FailingStore) -> tuple[Service, Interpreter]:
 def look(service: Service, times: int = 1) -> None:
     """Let the service check the room of its store ``times`` times."""
     for _ in range(times * ROOM_TICKS):
-        service.tick()
+        service.tick([])
 
 
 def told(run_dir: Path) -> list[bool]:

@@ -78,11 +78,11 @@ def test_an_acknowledged_end_survives_a_kill_and_the_trace_is_closed(run: Asked)
     assert Refused(refused.code, refused.detail).is_over
     leases = run.leases("w")
     answer = run.report("w", [lease for _, lease in leases])
-    run.service.tick()
+    run.service.tick([])
     assert run.leases("w") == leases, "nothing new is leased"
     assert answer is None or (isinstance(answer, Commands) and answer.drain)
     run.service._finished_ms -= services.CLOSE_TIMEOUT_MS + 1  # pyright: ignore[reportPrivateUsage]
-    run.service.tick()
+    run.service.tick([])
     assert closes(run) == ["finished"]
     assert audit(run.run_dir / "trace.jsonl").ok
 
@@ -111,7 +111,7 @@ def test_a_run_that_had_closed_by_itself_is_over_after_a_restart(run: Asked) -> 
     run.service.close("finished")
     restart(run)
     run.service._finished_ms -= services.CLOSE_TIMEOUT_MS + 1  # pyright: ignore[reportPrivateUsage]
-    run.service.tick()
+    run.service.tick([])
     assert status(run) == {"finished": True, "drained": "", "error": "", "closed": True}
     assert closes(run) == ["finished", "finished"]
     assert audit(run.run_dir / "trace.jsonl").ok
@@ -153,11 +153,11 @@ def test_the_trainer_learns_that_no_batch_comes_once_nothing_is_under_way(run: A
     assert next_batch(run, 0) is None
     call = run.waiting()
     run.ask("admin.1", Role.ADMIN, DRAIN)
-    run.service.tick()
+    run.service.tick([])
     assert call() is None, "two groups are under way, which make a batch"
     for group, lease in held:
         run.push(group, lease, "w")
-    run.service.tick()
+    run.service.tick([])
     assert call() is None, "they are still in a stage"
     for group, lease in held:
         run.operate("shard.1", Role.SERVER, RegisterOccupy(group=group, lease=lease))
@@ -167,7 +167,7 @@ def test_the_trainer_learns_that_no_batch_comes_once_nothing_is_under_way(run: A
     assert type(batch).__name__ == "Batch", "what was under way is trained"
     assert next_batch(run, 1) is None
     call = run.waiting()
-    run.service.tick()
+    run.service.tick([])
     no_more = call()
     assert isinstance(no_more, NoMoreBatches)
     assert "night" in no_more.why
@@ -180,19 +180,19 @@ def test_groups_that_never_end_hold_a_drain_up_for_a_while_only(run: Asked, monk
     call = run.waiting()
     monkeypatch.setattr(services, "DRAIN_TIMEOUT_MS", 0)
     run.ask("admin.1", Role.ADMIN, DRAIN)
-    run.service.tick()
+    run.service.tick([])
     answer = run.report("w", [lease for _, lease in run.leases("w")])
     assert isinstance(answer, Commands)
     assert answer.drain, "its worker is asked to leave"
     monkeypatch.setattr(services, "SETTLE_TIMEOUT_MS", 0)
-    run.service.tick()
+    run.service.tick([])
     assert isinstance(call(), NoMoreBatches)
 
 
 def test_a_drain_without_a_trainer_ends_by_itself(run: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "TRAINER_TIMEOUT_MS", 0)
     run.ask("admin.1", Role.ADMIN, DRAIN)
-    run.service.tick()
-    run.service.tick()
+    run.service.tick([])
+    run.service.tick([])
     assert status(run) == {"finished": True, "drained": "night", "error": "", "closed": True}
     assert closes(run) == ["drained"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from staleflow.protocols.consistency.ids import GroupId
-from staleflow.servers.scheduler.ledger.rows import TABLE, LedgerRows
+from staleflow.servers.scheduler.ledger.interpreter import GROUPS, LedgerRows
 from staleflow.store.base import key_number
 from staleflow.store.lmdb import Store
 from tests.protocols.consistency.scenes import Scene
@@ -12,12 +12,12 @@ BATCH = 12
 
 
 def opened(path: Path) -> Store:
-    return Store(path, tables=("meta", TABLE), map_bytes=1 << 24, durability="process")
+    return Store(path, tables=("meta", GROUPS), map_bytes=1 << 24, durability="process")
 
 
 def places(store: Store) -> list[int]:
     with store.read() as txn:
-        return [key_number(key) for key in txn.keys(TABLE)]
+        return [key_number(key) for key in txn.keys(GROUPS)]
 
 
 def trained(batch_size: int) -> Scene:

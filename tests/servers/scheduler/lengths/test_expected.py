@@ -9,9 +9,8 @@ import pytest
 
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import FEATURES
-from staleflow.servers.scheduler.lengths import history as length_history
-from staleflow.servers.scheduler.lengths.expected import Lengths, Ranker, kendall_tau
-from staleflow.servers.scheduler.lengths.history import LengthHistory
+from staleflow.servers.scheduler.lengths import expected
+from staleflow.servers.scheduler.lengths.expected import LengthHistory, Lengths, Ranker, kendall_tau
 from staleflow.servers.scheduler.lengths.log import CHUNK, TABLE
 from staleflow.store.base import StoreFull
 from staleflow.store.memory import MemoryStore
@@ -111,7 +110,7 @@ def test_without_a_ranker_nothing_is_remembered() -> None:
 
 
 def test_more_rows_than_slots_forget_the_older_of_two_that_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(length_history, "SLOTS", 8192)
+    monkeypatch.setattr(expected, "SLOTS", 8192)
     history = LengthHistory()
     history.add(5, 1.0)
     history.add(8191, 2.0)

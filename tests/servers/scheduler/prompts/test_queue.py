@@ -9,9 +9,8 @@ import pytest
 
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.servers.scheduler.lengths.expected import Lengths
-from staleflow.servers.scheduler.prompts.permutation import permuted
 from staleflow.servers.scheduler.prompts.queue import TABLES, PromptQueue
-from staleflow.servers.scheduler.prompts.stream import Clustering
+from staleflow.servers.scheduler.prompts.stream import Clustering, permuted
 from staleflow.store.lmdb import Store
 from staleflow.store.memory import MemoryStore
 

@@ -29,7 +29,7 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.servers.scheduler.main import open_store, serve_until
 from staleflow.servers.scheduler.workers import registry
-from staleflow.servers.scheduler.workers.reserved_names import name_objection
+from staleflow.servers.scheduler.workers.attachments import name_objection
 from staleflow.supervisor.joining import generated_name
 from tests.servers.running import config_of
 from tests.servers.scheduler.asked import Asked

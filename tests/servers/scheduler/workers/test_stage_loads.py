@@ -10,7 +10,7 @@ from staleflow.configs.schema import Config, Environment, Prompts, Reward, Rollo
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.messages import Done, InstanceStats, StageFailing, StageLoad, StageLoads
-from staleflow.servers.scheduler.status.stage_loads import Load, StageLoadTable, calls_limit, episodes_limit
+from staleflow.servers.scheduler.workers.stage_loads import Load, StageLoadTable, calls_limit, episodes_limit
 from tests.servers.scheduler.world import Cast, World
 
 
