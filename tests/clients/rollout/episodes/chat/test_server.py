@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from staleflow.clients.rollout.episodes.chat import server as chat_server
-from staleflow.clients.rollout.episodes.chat.calls import ChatRefused
-from staleflow.clients.rollout.episodes.chat.server import CHUNK, ChatServer
+from staleflow.clients.rollout.episodes.chat.connection import CHUNK, MAX_BODY_BYTES
+from staleflow.clients.rollout.episodes.chat.refusal import ChatRefused
+from staleflow.clients.rollout.episodes.chat.server import ChatServer
 from tests.clients.rollout.engines.waiting import until
 
 
@@ -65,7 +66,8 @@ async def test_a_key_finds_its_episode_and_is_unknown_once_that_is_over() -> Non
 @pytest.mark.parametrize(
     ("path", "method", "data", "status", "code"),
     [
-        ("/models", "POST", b"{}", 404, "not_found"),
+        ("/embeddings", "POST", b"{}", 404, "not_found"),
+        ("/models", "POST", b"{}", 405, "method"),
         ("/completions", "PUT", b"{}", 405, "method"),
         ("/completions", "POST", b"{", 400, "malformed"),
         ("/completions", "POST", b'{"refuse": true}', 400, "because"),
@@ -178,7 +180,7 @@ async def rest(reader: asyncio.StreamReader) -> bytes:
 
 async def test_a_stranger_is_refused_before_its_body_is_read() -> None:
     async with serving() as server, connected(server) as (reader, writer):
-        writer.write(head("nothing", chat_server.MAX_BODY_BYTES))
+        writer.write(head("nothing", MAX_BODY_BYTES))
         assert (await rest(reader)).startswith(b"HTTP/1.1 401")
         with suppress(ConnectionError):
             for _ in range(64):
