@@ -25,7 +25,17 @@ from staleflow.clients.rollout.episodes.chat import reasoning
 from staleflow.clients.rollout.episodes.chat.apis import APIS
 from staleflow.clients.rollout.episodes.chat.apis.events import EventStream
 from staleflow.clients.rollout.episodes.chat.apis.models import model_list
-from staleflow.clients.rollout.episodes.chat.calls import Answer, AssistantMessage, Call, Chat, Choice, Limits, ToolCall
+from staleflow.clients.rollout.episodes.chat.calls import (
+    Answer,
+    AssistantMessage,
+    Call,
+    Chat,
+    Choice,
+    Ended,
+    Limits,
+    Prompt,
+    ToolCall,
+)
 from staleflow.clients.rollout.episodes.chat.conversation import Conversation
 from staleflow.clients.rollout.episodes.chat.refusal import ChatRefused
 from staleflow.clients.rollout.episodes.chat.routes import MODELS
@@ -57,6 +67,11 @@ class _Branch:
         """True if the last token is a stop token."""
         return bool(self.turns) and self.turns[-1].finish is Finish.STOP and not self.turns[-1].by_text
 
+    def begins(self, prompt: Prompt) -> bool:
+        """Return whether a call with this prompt continues the conversation; anything continues an empty one."""
+        so_far = self.token_ids if isinstance(prompt, np.ndarray) else np.empty(0, np.int32)
+        return self.conversation.difference(prompt, so_far) is None
+
 
 class Episode:
     """One episode. ``settings.run`` is not used here."""
@@ -79,6 +94,7 @@ class Episode:
         self._seed = seed
         self._trained = _Branch(Conversation(template))
         self._branches = [self._trained]
+        """The empty conversation, and with ``environment.branches`` one for every answer."""
         self._calls = self._answered = self._tool_calls = 0
         self._interrupted = False
         self._generating: dict[int, asyncio.Future[Trajectory]] = {}
@@ -141,7 +157,7 @@ class Episode:
         if not self._limits.branches:
             return self._trained
         candidates = sorted(self._branches, key=lambda branch: (len(branch.turns), branch is self._trained))
-        return next(b for b in reversed(candidates) if b.conversation.difference(call.prompt, b.token_ids) is None)
+        return next(branch for branch in reversed(candidates) if branch.begins(call.prompt))
 
     async def _generate(self, prompt_ids: NDArray[np.int32], call: Call) -> list[Trajectory]:
         """Return ``n`` trajectories. Their seeds depend on the number of the call and of the choice only."""
@@ -175,7 +191,8 @@ class Episode:
         turn, text, stop = cut_at_stop(given, trajectory, call.stop, partial(self._template.text, keep=keep))
         message = self._message(call, given, text)
         branch = _Branch(base.conversation.extended(call.prompt, message), (*base.turns, turn))
-        self._branches.append(branch)
+        if self._limits.branches:
+            self._branches.append(branch)
         if number == 0 and (self._settings.branches == "last" or base is self._trained):
             self._trained = branch
         token_ids = turn.token_ids
@@ -214,7 +231,7 @@ class Episode:
         return [self._template.text(token_ids[n : n + 1], keep) for n in range(len(token_ids))]
 
 
-def _ended(turn: Turn, message: AssistantMessage) -> Any:
+def _ended(turn: Turn, message: AssistantMessage) -> Ended:
     if turn.finish is not Finish.STOP:
         return "length"
     if message.tool_calls:

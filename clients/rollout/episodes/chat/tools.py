@@ -1,4 +1,4 @@
-"""Validation of ``tools`` and ``tool_choice``. What cannot be enforced while sampling is rejected by name."""
+"""Validation of ``tools`` and ``tool_choice``. Choices that cannot be enforced while sampling are rejected by name."""
 
 from staleflow.clients.rollout.episodes.chat.json_values import fields, items
 from staleflow.clients.rollout.episodes.chat.refusal import ChatRefused, malformed, unsupported

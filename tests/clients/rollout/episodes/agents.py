@@ -1,5 +1,6 @@
 """An episode behind a real server, whose engine returns given texts, for tests of the APIs with their own packages."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,9 +28,13 @@ class GivenTexts(EngineThread):
         super().__init__(SimulatedEngine(Simulated(), slots=1))
         self.texts = list(texts)
         self.requests: list[Request] = []
+        self.released = asyncio.Event()
+        """While cleared, requests wait."""
+        self.released.set()
 
     async def generate(self, request: Request) -> Trajectory:
         self.requests.append(request)
+        await self.released.wait()
         written = np.array([*self.texts.pop(0).encode(), 0], np.int32)
         limit = request.sampling.max_new_tokens
         token_ids = written[:limit]

@@ -1,5 +1,6 @@
 """The ``openai`` package talks to an episode: tools, reasoning, streams, choices, and rejections."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
+from tests.clients.rollout.engines.waiting import until
 from tests.clients.rollout.episodes.agents import Scene, episode
 
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -216,3 +218,30 @@ async def test_an_edited_history_continues_from_the_exact_tokens_of_what_is_unch
             ("user: hello\nassistant: ", "one\0"),
             ("\nuser: again\nassistant: ", "other\0"),
         ]
+
+
+async def test_calls_in_progress_at_once_need_branches() -> None:
+    for branches, rejected in (("refuse", 1), ("first", 0)):
+        async with openai("one", "two", branches=branches) as (client, scene):
+            scene.engine.released.clear()
+            create: Any = client.chat.completions.create
+            calls = [asyncio.ensure_future(create(model="m", messages=[HELLO])) for _ in range(2)]
+            await until(lambda scene=scene, n=2 - rejected: len(scene.engine.requests) == n)  # type: ignore[misc]
+            if rejected:
+                await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            scene.engine.released.set()
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+            errors = [one for one in ended if isinstance(one, BadRequestError)]
+            assert [error.code for error in errors] == ["busy"] * rejected
+            assert len(scene.trained()) == 1
+
+
+async def test_after_an_interrupt_the_episode_is_over() -> None:
+    async with openai("one", "two") as (client, scene):
+        reply = await client.chat.completions.create(model="m", messages=[HELLO])
+        scene.episode.interrupt()
+        assert scene.episode.over.is_set()
+        messages: list[Any] = [HELLO, reply.choices[0].message, HELLO]
+        with pytest.raises(BadRequestError) as rejected:
+            await client.chat.completions.create(model="m", messages=messages, stream=True)
+        assert rejected.value.code == "episode_over"
