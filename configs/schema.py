@@ -163,6 +163,27 @@ class Environment(Section, frozen=True, kw_only=True):
     """Maximum number of calls in an episode, each of at most ``rollout.max_new_tokens``; 0 sets no limit."""
     memory_mb: Mebibytes = 4096
     """Maximum private memory of one process, in MiB. An allocation beyond it raises MemoryError."""
+    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = "auto"
+    """Format in which the model writes tool calls. ``hermes``: Hermes, Qwen. ``llama3_json``: Llama 3.1 to 3.3.
+    ``mistral``: Mistral. ``auto``: the one that the chat template shows; without one, calls with tools are refused."""
+    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    """Separation of reasoning from the content of chat answers. ``think``: text up to ``</think>`` is returned as
+    ``reasoning_content``. ``none``: it stays in the content. ``auto``: ``think`` if the chat template has that tag."""
+    sampling_arguments: Literal["refuse", "override"] = "refuse"
+    """Treatment of a call that requests sampling that the run cannot train: ``temperature``, ``top_p``, ``seed`` or
+    penalties other than the run's, or ``max_tokens`` above ``rollout.max_new_tokens``. ``refuse``: error 400 that names
+    the argument. ``override``: sample with the values of the run, for agents that set their own."""
+    branches: Literal["refuse", "first", "last"] = "refuse"
+    """Treatment of a call that does not continue the conversation of its episode: edited history, a second
+    conversation, ``n`` above 1. ``refuse``: error 400 that names the difference. Otherwise it is answered, and one
+    conversation is trained: ``first``: the one that the first call began; ``last``: the one that was answered last."""
+    host: Text = "127.0.0.1"
+    """Address that the HTTP server of the episodes binds. Other than loopback lets agents in containers and on other
+    hosts call the policy: plain HTTP, with a random key for each episode; use it in a network that you trust."""
+    port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    """Port of that server; 0: any free port. Workers on one machine take the first free one of 64 ports from it on."""
+    advertise: Text = ""
+    """Host name or address in ``client.base_url``. Empty: ``host``; for ``0.0.0.0`` and ``::`` the machine's name."""
 
 
 class Reference(Section, frozen=True, kw_only=True):

@@ -2,7 +2,8 @@
 
 ``await client.chat.completions.create(messages=[...])`` and ``await client.completions.create(prompt=...)`` return
 objects of the same shape as there; both fail once the episode is over. ``openai.AsyncOpenAI(base_url=client.base_url,
-api_key=client.api_key)`` works as well. ``chat/calls.py`` defines the supported arguments.
+api_key=client.api_key)`` works as well, and so does ``anthropic.AsyncAnthropic`` with ``client.anthropic_base_url``.
+Streams need these packages. ``docs/tutorials/agents.md`` lists the supported arguments.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from staleflow.clients.rollout.episodes.chat.calls import CHAT, COMPLETIONS
+from staleflow.clients.rollout.episodes.chat.routes import BASE, CHAT, COMPLETIONS
 
 CHUNK = 1 << 16
 
@@ -35,7 +36,11 @@ class Client:
 
     def __init__(self, base_url: str, api_key: str) -> None:
         self.base_url = base_url
+        """``http://HOST:PORT/v1``, as the ``openai`` package expects it."""
+        self.anthropic_base_url = base_url.removesuffix(BASE)
+        """The same server as the ``anthropic`` package expects it."""
         self.api_key = api_key
+        """Valid until the episode is over."""
         self.chat = _Chat(self)
         self.completions = Create(self, COMPLETIONS)
 
@@ -71,6 +76,8 @@ class Create:
 
     async def create(self, **arguments: Any) -> Any:
         """Send a call with the arguments of the ``openai`` package's ``create``; ``model`` is optional."""
+        if arguments.get("stream"):
+            raise ValueError("stream is True; this client returns whole answers: use openai.AsyncOpenAI for a stream")
         return await self._client.post(self._route, arguments)
 
 

@@ -1,8 +1,7 @@
 """Groups whose trajectories are episodes of user code: ``groups.produce`` with an environment in between.
 
 One sample is one episode, and the episodes of a group run concurrently. An episode's calls arrive through the
-``ChatServer``, one at a time. Each call is one request to the engine after the exact tokens so far
-(``chat/conversation.py``), and one turn of the transcript. An error of the environment costs only its group.
+``ChatServer`` (``episode.py`` serves them). An error of the environment costs only its group.
 
 - interrupt: the current turn ends with its tokens so far and is answered. The next call is rejected
   (``episode_over``), and the environment has ``RETURN_TIMEOUT_S`` to return. An episode without tokens generates at
@@ -11,137 +10,27 @@ One sample is one episode, and the episodes of a group run concurrently. An epis
 """
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.rollout.engines.base import AsyncEngine, Request, RequestError, Sampling, Trajectory
-from staleflow.clients.rollout.episodes.chat.calls import ChatAnswer, ChatCall, ChatRefused, parse, reply
-from staleflow.clients.rollout.episodes.chat.conversation import Conversation
+from staleflow.clients.rollout.engines.base import AsyncEngine
 from staleflow.clients.rollout.episodes.chat.server import ChatServer
 from staleflow.clients.rollout.episodes.chat.template import ChatTemplate
-from staleflow.clients.rollout.episodes.chat.transcript import Transcript, Turn, cut, group_payload
+from staleflow.clients.rollout.episodes.chat.transcript import Transcript, group_payload
 from staleflow.clients.rollout.episodes.env_child import REWARD
 from staleflow.clients.rollout.episodes.env_runner import EnvironmentRunner, EpisodeFailed
-from staleflow.clients.rollout.groups import ActiveLease, Recipe, first_ended, request_id
+from staleflow.clients.rollout.episodes.episode import Episode
+from staleflow.clients.rollout.groups import ActiveLease, Recipe, first_ended
 from staleflow.clients.user_code.process import Killed
 from staleflow.configs.schema import Config
 from staleflow.protocols.wire.stages import ENVIRONMENT
-from staleflow.protocols.wire.trajectory import Finish, GroupPayload
-
-log = logging.getLogger(__name__)
+from staleflow.protocols.wire.trajectory import GroupPayload
 
 RETURN_TIMEOUT_S = 5.0
 """Time between an interrupt and the forced end of an episode that does not return."""
-
-
-class Episode:
-    """The worker's side of one call of ``rollout``: serve the episode's chat calls and keep the transcript."""
-
-    def __init__(
-        self, engine: AsyncEngine, template: ChatTemplate, sampling: Sampling, *, seed: int, max_turns: int
-    ) -> None:
-        self.transcript = Transcript()
-        self.over = asyncio.Event()
-        """Set once the episode was interrupted and has its tokens."""
-        self._engine = engine
-        self._template = template
-        self._sampling = sampling
-        self._seed = seed
-        self._max_turns = max_turns
-        self._conversation = Conversation(template)
-        self._request: int | None = None
-        self._generating: asyncio.Future[Trajectory] | None = None
-
-    async def answer(self, route: str, body: object) -> dict[str, Any]:
-        """Serve one chat call. ``ChatRefused`` leaves the episode unchanged."""
-        call, transcript = parse(route, body, self._sampling), self.transcript
-        if self._request is not None:
-            raise ChatRefused("another call of this episode is in progress; calls must be sequential", "busy")
-        if transcript.interrupted and transcript.turns:
-            raise ChatRefused("the episode was interrupted", "episode_over")
-        if self._max_turns and len(transcript.turns) >= self._max_turns:
-            raise ChatRefused(f"environment.max_turns is {self._max_turns}", "max_turns")
-        so_far = transcript.token_ids
-        ended_itself = bool(transcript.turns) and _ended_itself(transcript.turns[-1])
-        given = self._conversation.given(call.prompt, so_far, ended_itself=ended_itself)
-        trajectory = await self._generate(np.concatenate([so_far, given]), call)
-        turn, text = self._cut(given, trajectory, call.stop)
-        transcript.turns.append(turn)
-        self._conversation.record(call.prompt, text)
-        if transcript.interrupted:
-            self.over.set()
-        return self._reply(route, call, turn, text, len(so_far) + len(given))
-
-    def interrupt(self) -> None:
-        """End with the tokens so far, at least one."""
-        self.transcript.interrupted = True
-        if self._request is not None:
-            self._engine.interrupt(self._request)
-        elif self.transcript.turns:
-            self.over.set()
-
-    def close(self) -> None:
-        """Abort the current turn, if any."""
-        if self._generating is not None:
-            self._generating.cancel()
-
-    async def _generate(self, prompt_ids: NDArray[np.int32], call: ChatCall) -> Trajectory:
-        seed = np.random.SeedSequence((self._seed, len(self.transcript.turns))).generate_state(1, np.uint64)[0]
-        sampling = Sampling(max_new_tokens=call.max_tokens, temperature=self._sampling.temperature)
-        self._request = request_id()
-        request = Request(id=self._request, prompt_ids=prompt_ids, sampling=sampling, seed=int(seed))
-        generating = self._generating = asyncio.ensure_future(self._engine.generate(request))
-        try:
-            if self.transcript.interrupted:
-                await asyncio.sleep(0)  # let the task submit its request: the engine ignores unknown ids
-                self._engine.interrupt(request.id)
-            return await generating
-        except RequestError as error:
-            raise ChatRefused(str(error), "context_length_exceeded") from error
-        finally:
-            generating.cancel()
-            self._request = None
-
-    def _cut(self, given: NDArray[np.int32], trajectory: Trajectory, stops: Sequence[str]) -> tuple[Turn, str]:
-        """Return the turn and its text, cut at the first stop string.
-
-        The end of a text is a function of the tokens up to there, so later tokens can be discarded without changing the
-        probabilities of the earlier ones. The engine only knows token ids and therefore generates them first.
-        """
-        token_ids, text = trajectory.token_ids, self._template.text(trajectory.token_ids)
-        if not any(stop in text for stop in stops):
-            return Turn(given=given, segments=trajectory.segments, finish=trajectory.finish), text
-        # Binary search for the first token after which the text contains a stop string.
-        low, high = 1, len(token_ids)
-        while low < high:
-            middle = (low + high) // 2
-            written = self._template.text(token_ids[:middle])
-            low, high = (low, middle) if any(stop in written for stop in stops) else (middle + 1, high)
-        text = self._template.text(token_ids[:low])
-        text = text[: min(text.index(stop) for stop in stops if stop in text)]
-        return Turn(given=given, segments=cut(trajectory.segments, low), finish=Finish.STOP, by_text=True), text
-
-    def _reply(self, route: str, call: ChatCall, turn: Turn, text: str, prompt_tokens: int) -> dict[str, Any]:
-        token_ids = turn.token_ids
-        answer = ChatAnswer(
-            text=text,
-            token_ids=token_ids.tolist(),
-            tokens=[self._template.text(token_ids[n : n + 1]) for n in range(len(token_ids))] if call.logprobs else [],
-            logprobs=turn.logprobs.tolist() if call.logprobs else [],
-            stopped=turn.finish is Finish.STOP,
-            prompt_tokens=prompt_tokens,
-        )
-        return reply(route, call, answer, number=len(self.transcript.turns), created=int(time.time()))
-
-
-def _ended_itself(turn: Turn) -> bool:
-    """Return whether the turn's last token is a stop token."""
-    return turn.finish is Finish.STOP and not turn.by_text
 
 
 class Environments:
@@ -151,10 +40,10 @@ class Environments:
         self._engine = engine
         self._template = template
         self._recipe = recipe
-        self._max_turns = config.environment.max_turns
+        self._settings = config.environment
         self._rewarded = bool(config.reward.run)
         self._runner = EnvironmentRunner(config.environment)
-        self._server = ChatServer()
+        self._server = ChatServer(self._settings.host, self._settings.port, self._settings.advertise)
 
     async def start(self) -> None:
         """Start the processes and the server. ``ConfigError`` if the class cannot be imported or instantiated."""
@@ -214,7 +103,7 @@ class Environments:
         """
         suspicion = 0
         while True:
-            episode = Episode(self._engine, self._template, self._recipe.sampling, seed=seed, max_turns=self._max_turns)
+            episode = Episode(self._engine, self._template, self._recipe.sampling, seed=seed, settings=self._settings)
             opened(episode)
             try:
                 return await self._played(episode, row, suspicion)

@@ -66,6 +66,7 @@ def test_the_model_has_read_dialogues_as_the_rollout_worker_writes_them() -> Non
     pytest.importorskip("transformers")
     import numpy as np
 
+    from staleflow.clients.rollout.episodes.chat.calls import AssistantMessage, Chat
     from staleflow.clients.rollout.episodes.chat.conversation import Conversation
     from staleflow.clients.rollout.episodes.chat.tokenizer import TokenizerChatTemplate
     from staleflow.examples.environments.model import chat_tokenizer, dialogues
@@ -74,9 +75,9 @@ def test_the_model_has_read_dialogues_as_the_rollout_worker_writes_them() -> Non
     (asked, _), (expression, _), (told, _), _ = next(dialogues([ROW], 0, 0.0))
     conversation = Conversation(TokenizerChatTemplate(tokenizer))
     messages: list[Any] = [{"role": "user", "content": ROW["prompt"]}]
-    first = conversation.given(messages, np.empty(0, np.int32), ended_itself=False)
+    first = conversation.given(Chat(messages=messages), np.empty(0, np.int32), ended_itself=False)
     assert first.tolist() == tokenizer.encode(asked)
-    conversation.record(messages, "4+8")
-    messages += [{"role": "assistant", "content": "4+8"}, {"role": "tool", "content": "12"}]
+    conversation = conversation.extended(Chat(messages=messages), AssistantMessage(content="4+8"))
+    messages = [*messages, {"role": "assistant", "content": "4+8"}, {"role": "tool", "content": "12"}]
     so_far = np.array(tokenizer.encode(asked + expression), np.int32)
-    assert conversation.given(messages, so_far, ended_itself=True).tolist() == tokenizer.encode(told)
+    assert conversation.given(Chat(messages=messages), so_far, ended_itself=True).tolist() == tokenizer.encode(told)

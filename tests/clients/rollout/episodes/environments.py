@@ -149,7 +149,9 @@ class Refused:
         reply = await client.chat.completions.create(messages=hello, logprobs=True, temperature=1.0, n=1)
         said = [*hello, reply.choices[0].message]
         wrong: list[tuple[str, dict[str, Any]]] = [
-            ("unsupported", {"messages": said, "tools": []}),
+            ("unsupported", {"messages": said, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+            ("unsupported", {"messages": said, "top_p": 0.9}),
+            ("unsupported", {"messages": said, "echo": True}),
             ("unsupported", {"messages": said, "temperature": 0.5}),
             ("unsupported", {"messages": said, "n": 2}),
             ("malformed", {"messages": said, "max_tokens": 10**9}),

@@ -153,7 +153,7 @@ async def test_tokens_that_an_environment_writes_are_taken_as_they_are() -> None
 async def test_what_would_not_be_trained_as_it_was_sampled_is_refused_by_name() -> None:
     async with playing("Refused", group_size=1) as scene:
         payload = await scene.play()
-        assert payload.stages["stage/environment/reward"].tolist() == [9.0]
+        assert payload.stages["stage/environment/reward"].tolist() == [11.0]
         assert len(spoken(payload, 0)) == 1
 
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from staleflow.clients.rollout.engines.base import Sampling
 from staleflow.clients.rollout.engines.thread import EngineThread
-from staleflow.clients.rollout.episodes.chat.calls import CHAT
+from staleflow.clients.rollout.episodes.chat.routes import CHAT
 from staleflow.clients.rollout.episodes.chat.transcript import group_payload
-from staleflow.clients.rollout.episodes.environment import Episode
+from staleflow.clients.rollout.episodes.episode import Episode
 from staleflow.clients.trainer.data.batch import FetchedGroup, TrainBatch, assemble
+from staleflow.configs.schema import Environment
 from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step, Version
 from staleflow.protocols.wire.messages import Batch
 from staleflow.protocols.wire.trajectory import GroupPayload
@@ -68,7 +69,7 @@ class Heard:
 
     def __init__(self, runner: EngineThread, temperature: float, seed: int) -> None:
         sampling = Sampling(max_new_tokens=12, temperature=temperature)
-        self.episode = Episode(runner, TokenizerChatTemplate(TOKENIZER), sampling, seed=seed, max_turns=0)
+        self.episode = Episode(runner, TokenizerChatTemplate(TOKENIZER), sampling, seed=seed, settings=Environment())
         self.messages: list[dict[str, str]] = []
         self.written: list[list[int]] = []
         self._last_ended = True
@@ -76,6 +77,7 @@ class Heard:
     async def turn(self, role: str, content: str, **arguments: Any) -> None:
         self.messages.append({"role": role, "content": content})
         reply = await self.episode.answer(CHAT, {"messages": self.messages, **arguments})
+        assert isinstance(reply, dict)
         choice = reply["choices"][0]
         before = "" if self._last_ended else EOS
         self.written.append(TOKENIZER.encode(f"{before}<{role}>{content}<assistant>"))

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from staleflow.clients.rollout.episodes.chat import server as chat_server
-from staleflow.clients.rollout.episodes.chat.calls import ChatRefused
-from staleflow.clients.rollout.episodes.chat.server import CHUNK, ChatServer
+from staleflow.clients.rollout.episodes.chat.apis.events import EventStream
+from staleflow.clients.rollout.episodes.chat.connection import CHUNK, MAX_BODY_BYTES
+from staleflow.clients.rollout.episodes.chat.refusal import ChatRefused
+from staleflow.clients.rollout.episodes.chat.server import ChatServer
+from staleflow.configs.errors import ConfigError
 from tests.clients.rollout.engines.waiting import until
 
 
@@ -65,7 +68,8 @@ async def test_a_key_finds_its_episode_and_is_unknown_once_that_is_over() -> Non
 @pytest.mark.parametrize(
     ("path", "method", "data", "status", "code"),
     [
-        ("/models", "POST", b"{}", 404, "not_found"),
+        ("/embeddings", "POST", b"{}", 404, "not_found"),
+        ("/models", "POST", b"{}", 405, "method"),
         ("/completions", "PUT", b"{}", 405, "method"),
         ("/completions", "POST", b"{", 400, "malformed"),
         ("/completions", "POST", b'{"refuse": true}', 400, "because"),
@@ -178,7 +182,7 @@ async def rest(reader: asyncio.StreamReader) -> bytes:
 
 async def test_a_stranger_is_refused_before_its_body_is_read() -> None:
     async with serving() as server, connected(server) as (reader, writer):
-        writer.write(head("nothing", chat_server.MAX_BODY_BYTES))
+        writer.write(head("nothing", MAX_BODY_BYTES))
         assert (await rest(reader)).startswith(b"HTTP/1.1 401")
         with suppress(ConnectionError):
             for _ in range(64):
@@ -255,3 +259,57 @@ async def test_connections_of_episodes_are_limited(monkeypatch: pytest.MonkeyPat
         assert (status, body["error"]["code"]) == (503, "busy")
         to_mine.write(head(key, 2) + b"{}")
         assert b"200" in await asyncio.wait_for(mine.readuntil(b"}}"), 30)
+
+
+async def test_a_key_may_come_in_the_header_of_either_api_and_errors_have_the_shape_of_the_path() -> None:
+    async with serving() as server:
+        key = server.open(echo)
+
+        def blocking(path: str, headers: dict[str, str]) -> tuple[int, dict[str, Any]]:
+            request = urllib.request.Request(server.base_url + path, None, headers)
+            try:
+                with urllib.request.urlopen(request, timeout=10) as reply:
+                    return reply.status, json.load(reply)
+            except urllib.error.HTTPError as error:
+                with error:
+                    return error.code, json.load(error)
+
+        asked = await asyncio.to_thread(blocking, "/models", {"X-Api-Key": key})
+        assert asked == (200, {"route": "/models", "body": None})
+        for path, kind in (("/messages", "authentication_error"), ("/models", "invalid_request_error")):
+            status, body = await asyncio.to_thread(blocking, path, {"X-Api-Key": "x"})
+            assert (status, body["error"]["type"]) == (401, kind)
+
+
+async def test_a_stream_of_events_is_marked_as_one() -> None:
+    async def stream(route: str, body: object) -> EventStream:
+        return EventStream(b"data: 1\n\n")
+
+    async with serving() as server, connected(server) as (reader, writer):
+        writer.write(head(server.open(stream), 2) + b"{}")
+        answered = await asyncio.wait_for(reader.readuntil(b"data: 1\n\n"), 30)
+        assert b"content-type: text/event-stream" in answered
+
+
+async def test_workers_of_one_machine_take_ports_one_after_the_other() -> None:
+    async with serving() as first:
+        port = int(first.base_url.split(":")[2].split("/")[0])
+        second = ChatServer("127.0.0.1", port, "agents.example")
+        await second.start()
+        try:
+            where = second.base_url.removeprefix("http://agents.example:").removesuffix("/v1")
+            assert port < int(where) < port + chat_server.MAX_PORTS
+        finally:
+            await second.close()
+
+
+async def test_a_host_that_cannot_be_bound_and_ports_that_are_all_in_use_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.host.*192\.0\.2\.1.*must be an address of this machine"):
+        await ChatServer("192.0.2.1").start()
+    monkeypatch.setattr(chat_server, "MAX_PORTS", 1)
+    async with serving() as server:
+        port = int(server.base_url.split(":")[2].split("/")[0])
+        with pytest.raises(ConfigError, match=rf"environment\.port.*{port}.*in use"):
+            await ChatServer("127.0.0.1", port).start()
