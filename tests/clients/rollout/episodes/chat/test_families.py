@@ -134,6 +134,10 @@ def test_the_role_developer_is_rendered_as_system() -> None:
 def test_templates_get_the_arguments_of_a_call_as_an_object() -> None:
     tokenizer, template = family("hermes")
     call = ToolCall(id="1", name="add", arguments='{"a": 1}')
-    messages = [USER, AssistantMessage(content="", tool_calls=(call,)).as_message(), {"role": "tool", "content": "2"}]
+    messages: list[Any] = [
+        USER,
+        AssistantMessage(content="", tool_calls=(call,)).as_message(),
+        {"role": "tool", "content": "2"},
+    ]
     given = Conversation(template).given(Chat(messages=messages), np.empty(0, np.int32), ended_itself=False)
     assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' in tokenizer.decode(given.tolist())
