@@ -79,6 +79,12 @@ class PulledVersion:
         """Return NumPy views by name; float16 and bfloat16 as their bits in uint16."""
         return {name: tensor.array() for name, tensor in self.tensors().items()}
 
+    def copy_to(self, model: Any) -> None:
+        """Copy every tensor into a ``torch.nn.Module``, in place. Raise ``LoadError`` if they are not its weights."""
+        from staleflow.clients.rollout.engines.load_weights import copy_weights
+
+        copy_weights(model, self.arrays())
+
     async def verify(self) -> None:
         """Raise ``CorruptWeights`` unless every tensor matches its digest. Bytes from the network are verified
         already."""
