@@ -70,6 +70,15 @@ class LoopThread:
         """Run in the background; the returned future can be cancelled."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def result(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result; an interrupt of the caller cancels the work."""
+        future = self.start(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
     def wait(self, work: Coroutine[Any, Any, T], grace_s: float, late: Callable[[], Exception]) -> T:
         """Return the result; after a stop request, raise ``late()`` once ``grace_s`` seconds have passed."""
         waiting = until_stop(work, self._stopping, grace_s, late)

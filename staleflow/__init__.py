@@ -1,7 +1,8 @@
 """Reinforcement learning post-training that never learns from data older than the bound you asked for.
 
 The public API consists of ``load``, ``run``, ``connect``, ``Trace``, the clients of workers (``TrainerClient``,
-``RolloutClient``), their results (``Run``, ``Result``) and the errors that they raise; see docs/python.md for examples.
+``RolloutClient``, ``StageClient``), their results (``Run``, ``Result``) and the errors that they raise; see
+docs/python.md for examples.
 """
 
 from importlib import import_module
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from staleflow.clients.rollout.client import AsyncRolloutClient, RolloutClient
     from staleflow.clients.rollout.engines.base import LoadError, Sampling
     from staleflow.clients.rollout.samples import Lease, LeaseError, Sample
+    from staleflow.clients.stage.client import AsyncStageClient, StageClient, StageError
+    from staleflow.clients.stage.worker import StageGroup
     from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
     from staleflow.clients.trainer.data.prefetch import NoBatch
     from staleflow.clients.weights import PulledVersion
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncRolloutClient",
+    "AsyncStageClient",
     "BadVersion",
     "ConfigError",
     "Fenced",
@@ -38,6 +42,9 @@ __all__ = [
     "Run",
     "Sample",
     "Sampling",
+    "StageClient",
+    "StageError",
+    "StageGroup",
     "Trace",
     "TrainerClient",
     "Unavailable",
@@ -48,7 +55,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 _TRAINER, _ERRORS = "staleflow.clients.trainer.client", "staleflow.net.errors"
-_ROLLOUT, _MESSAGES = "staleflow.clients.rollout", "staleflow.protocols.wire.messages"
+_ROLLOUT, _STAGE = "staleflow.clients.rollout", "staleflow.clients.stage"
+_MESSAGES = "staleflow.protocols.wire.messages"
 _ELSEWHERE = {
     "AsyncRolloutClient": f"{_ROLLOUT}.client",
     "BadVersion": _TRAINER,
@@ -60,6 +68,10 @@ _ELSEWHERE = {
     "ModelLimits": _MESSAGES,
     "PulledVersion": "staleflow.clients.weights",
     "RolloutClient": f"{_ROLLOUT}.client",
+    "AsyncStageClient": f"{_STAGE}.client",
+    "StageClient": f"{_STAGE}.client",
+    "StageError": f"{_STAGE}.client",
+    "StageGroup": f"{_STAGE}.worker",
     "Sample": f"{_ROLLOUT}.samples",
     "Sampling": f"{_ROLLOUT}.engines.base",
     "NoBatch": "staleflow.clients.trainer.backends.base",

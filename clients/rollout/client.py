@@ -509,9 +509,4 @@ class RolloutClient:
         if self._thread is None:
             work.close()
             raise RuntimeError("the client has not attached, or is closed; use it with `with`")
-        future = self._thread.start(work)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return self._thread.result(work)

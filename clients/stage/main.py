@@ -103,7 +103,7 @@ async def _work(
             await while_it_lasts(scheduler, asyncio.create_task(working.serve(shards)))
     finally:
         if attached:
-            await _detach(scheduler, Detach(worker=worker, why="asked to end"))
+            await detach(scheduler, Detach(worker=worker, why="asked to end"))
         for client in (scheduler, *shards):
             client.close()
 
@@ -127,9 +127,10 @@ async def while_it_lasts(scheduler: Client, serving: "asyncio.Task[None]") -> No
         await asyncio.wait((serving,))
 
 
-async def _detach(scheduler: Client, detach: Detach) -> None:
+async def detach(scheduler: Client, request: Detach) -> None:
+    """Leave the run; nothing depends on the reply."""
     try:
-        await scheduler.ask(detach, Done, timeout_s=DETACH_TIMEOUT_S)
+        await scheduler.ask(request, Done, timeout_s=DETACH_TIMEOUT_S)
     except (Refused, Unavailable) as error:
         log.info("the scheduler did not receive the detach message: %s", error)
 
