@@ -15,6 +15,7 @@ from staleflow.clients.stage.worker import Stage, StageWorker
 from staleflow.clients.texts import Decode, ids_as_text, tokenizer_decoder
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.load import config_sha, model_dir
+from staleflow.configs.rules.checks import needs_model
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import graph, groups_at_once, stages
 from staleflow.net.client import Client, worker_id
@@ -185,4 +186,5 @@ def open_judge(config: Config, run_dir: Path, stage: str) -> Judge:
 
 def decoder(config: Config, run_dir: Path) -> Decode:
     """Return the function that decodes this run's completions to text."""
-    return ids_as_text if config.rollout.engine == "simulated" else tokenizer_decoder(model_dir(config, run_dir))
+    has_model = config.rollout.engine != "simulated" and needs_model(config)
+    return tokenizer_decoder(model_dir(config, run_dir)) if has_model else ids_as_text

@@ -22,7 +22,7 @@ def test_the_page_shows_the_example() -> None:
     assert next(block for block in blocks if "RolloutClient" in block) == code
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_groups_of_the_example_are_trained(run_dir: Path) -> None:
     """The example works until the run drains, and exits with 0."""
     small = ("model.options.steps=1", "rollout.workers=1", "rollout.filter=none", "trainer.steps=100000")
