@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from staleflow.clients.rollout.samples import Lease, LeaseError, Sample
     from staleflow.clients.stage.client import AsyncStageClient, StageClient, StageError
     from staleflow.clients.stage.worker import StageGroup
+    from staleflow.clients.trainer.async_client import AsyncTrainerClient
     from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
     from staleflow.clients.trainer.data.prefetch import NoBatch
-    from staleflow.clients.weights import PulledVersion
+    from staleflow.clients.weights import PulledVersion, external
     from staleflow.configs.errors import ConfigError
     from staleflow.configs.loading.load import load
     from staleflow.net.errors import Refused, Unavailable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncRolloutClient",
     "AsyncStageClient",
+    "AsyncTrainerClient",
     "BadVersion",
     "ConfigError",
     "Fenced",
@@ -49,6 +51,7 @@ __all__ = [
     "TrainerClient",
     "Unavailable",
     "connect",
+    "external",
     "load",
     "run",
 ]
@@ -69,6 +72,8 @@ _ELSEWHERE = {
     "PulledVersion": "staleflow.clients.weights",
     "RolloutClient": f"{_ROLLOUT}.client",
     "AsyncStageClient": f"{_STAGE}.client",
+    "AsyncTrainerClient": "staleflow.clients.trainer.async_client",
+    "external": "staleflow.clients.weights",
     "StageClient": f"{_STAGE}.client",
     "StageError": f"{_STAGE}.client",
     "StageGroup": f"{_STAGE}.worker",

@@ -403,7 +403,7 @@ class AsyncRolloutClient:
                 pending.done.set_result(None)
             else:
                 pending.done.set_exception(LoadError(f"{type(error).__name__}: {error}"))
-        await asyncio.sleep(0)  # the session notes the version before the caller goes on
+        await asyncio.sleep(0)  # the session notes the version before the caller continues
 
 
 class RolloutClient:

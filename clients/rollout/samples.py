@@ -1,4 +1,4 @@
-"""What a foreign engine exchanges with a run: leases, the samples that it pushes, and their check against the lease."""
+"""Leases and samples, as a foreign engine exchanges them with a run, and the check of samples against their lease."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

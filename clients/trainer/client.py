@@ -26,7 +26,7 @@ from staleflow.clients.trainer.backends.base import Published, Stopped
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.micro_batches import MicroBatch, MicroBatchStream
 from staleflow.clients.trainer.data.prefetch import BatchStream, Drained
-from staleflow.clients.weights import Publisher
+from staleflow.clients.weights import Publisher, external
 from staleflow.configs.errors import ConfigError
 from staleflow.net.client import Client, worker_id
 from staleflow.net.errors import Refused, Unavailable
@@ -343,6 +343,14 @@ class TrainerClient:
         self._current = None
         return self.version
 
+    def commit_external(self, digest: str) -> Version:
+        """Like ``commit``, for weights that reach the engines the user's own way: readers get ``digest`` instead.
+
+        Every reader must be able to fetch the weights before this call. Version 0 may be one:
+        ``publish_initial(external(digest))``. Only engines of the user can load such a version.
+        """
+        return self.commit(external(digest))
+
     def checkpointed(self, lineage: Lineage, version: Version, *, keep: int = 1) -> Version | None:
         """Register a checkpoint: the trainer can resume from it, and from the ``keep`` - 1 registered before it.
 
@@ -383,6 +391,11 @@ class TrainerClient:
     def interrupt(self) -> None:
         """End all waits soon; may be called from any thread or signal handler."""
         self._thread.stop_waiting()
+
+    @property
+    def closed(self) -> bool:
+        """True after ``close``."""
+        return self._thread.closed
 
     def close(self) -> None:
         """Leave the run. Idempotent."""
