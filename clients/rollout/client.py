@@ -26,7 +26,7 @@ from staleflow.clients.background import LoopThread
 from staleflow.clients.rollout.engines.base import LoadError
 from staleflow.clients.rollout.groups import ActiveLease, PartialGroup, Recipe
 from staleflow.clients.rollout.samples import Lease, LeaseError, LoadedDuring, Sample, group_payload
-from staleflow.clients.rollout.session import GiveUp, LeaseSession
+from staleflow.clients.rollout.session import LEAVE_TIMEOUT_S, GiveUp, LeaseSession
 from staleflow.clients.weights import PulledVersion, Puller
 from staleflow.configs.errors import MISSING, ConfigError
 from staleflow.configs.loading.load import from_json, model_dir
@@ -335,7 +335,13 @@ class AsyncRolloutClient:
             return False
         one.payload.set_result(group_payload(lease, prompt_ids, samples, one.loaded))
         lease.used = True
-        result = await one.settled
+        await asyncio.wait((one.settled, self._running), return_when=asyncio.FIRST_COMPLETED)
+        if not one.settled.done():  # the run is over; its servers may still accept the push, or be gone
+            await asyncio.wait((one.settled,), timeout=LEAVE_TIMEOUT_S)
+        if not one.settled.done():
+            self._running.result()
+            return False
+        result = one.settled.result()
         if result.code in (Code.STALE_LEASE, Code.STALE):
             return False
         if result.code not in (None, Code.DUPLICATE):

@@ -221,7 +221,11 @@ class AsyncStageClient:
 
     async def _return(self, one: _Open, outcome: StageOutcome) -> bool:
         one.outcome.set_result(outcome)
-        result = await one.result
+        await asyncio.wait((one.result, self._running), return_when=asyncio.FIRST_COMPLETED)
+        if not one.result.done():  # the run is over
+            self._running.result()
+            return False
+        result = one.result.result()
         if result.code in (Code.STALE_LEASE, Code.STALE):
             return False
         if result.code not in (None, Code.DUPLICATE):

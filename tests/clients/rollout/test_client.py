@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,17 @@ from staleflow.clients.weights import PulledVersion
 from staleflow.configs.errors import ConfigError
 from staleflow.net.client import worker_id
 from staleflow.net.errors import Refused, Unavailable
-from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import LeaseId, Version
-from staleflow.protocols.wire.messages import Done, Drain, InstanceStats, ModelLimits
+from staleflow.protocols.wire.messages import (
+    Done,
+    Drain,
+    InstanceStats,
+    ModelLimits,
+    Operations,
+    RegisterRelease,
+    Results,
+)
 from staleflow.protocols.wire.tensors import unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
 from tests.servers.running import WEIGHTS, Run, StageWorker, Trainer, eventually
@@ -213,6 +221,32 @@ async def test_a_lease_that_is_held_for_too_long_is_released(short_dir: Path) ->
         await eventually(lambda: _true(lease.ended))
         assert changes == [True]
         assert not await foreign.push(lease, PROMPT, GROUP), "its tokens are discarded"
+
+
+async def test_a_group_whose_lease_the_run_took_back_is_discarded(short_dir: Path) -> None:
+    async with served(short_dir) as (run, _), client(run, capacity=2) as foreign:
+        first, second = await taken(foreign, 2)
+        why = ReleaseWhy.ABORTED
+        release = RegisterRelease(group=first.group, lease=first.id, why=why, detail="said the test")
+        other = run.client(run.where.scheduler, worker_id("shard"))
+        assert (await other.ask(Operations(ops=[release]), Results)).results[0].code is None
+        assert not await foreign.push(first, PROMPT, GROUP)
+        await eventually(lambda: _true(first.ended))
+        assert await foreign.push(second, PROMPT, GROUP)
+
+
+async def test_a_client_whose_name_another_process_takes_learns_it(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STALEFLOW_SLOT", "the same place")
+    async with served(short_dir) as (run, _), client(run) as foreign:
+        (lease,) = await taken(foreign)
+        async with client(run):
+            await eventually(lambda: _true(foreign.ended))
+            with pytest.raises(ConfigError, match="a newer process has taken the name"):
+                await taken(foreign, 100)
+            with suppress(ConfigError):
+                assert not await foreign.push(lease, PROMPT, GROUP)
 
 
 async def _true(value: object) -> bool:
