@@ -2,14 +2,19 @@
 
 import asyncio
 import logging
+from pathlib import Path
 
 import msgspec
 
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.loading.load import addresses, read_run
 from staleflow.net.addresses import reachable
 from staleflow.net.client import Client
-from staleflow.net.errors import Refused, RunOver
+from staleflow.net.errors import Refused, RunOver, Unavailable
+from staleflow.net.permissions import Role
 from staleflow.net.retry import Backoff
+from staleflow.net.security import client_sockets
+from staleflow.net.transport import Transport
 from staleflow.process import readiness
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.messages import Attach, AttachReply
@@ -51,3 +56,31 @@ async def attach(scheduler: Client, request: Attach, *, parameters: bool = False
         attempt += 1
         log.info("waiting for the other servers of the run to attach")
         await asyncio.sleep(backoff.delay_s(attempt))
+
+
+def locate(run: Path | str, role: Role, transport: Transport | None) -> tuple[str, Transport]:
+    """Return the scheduler's address of a run, given by it or by the run's directory, and the sockets to connect with.
+
+    Raise ``ConfigError`` for a directory without a run, or an unusable key.
+    """
+    text = str(run)
+    if "://" in text:
+        return text, transport or client_sockets(None, role)
+    folder = Path(run)
+    config = read_run(folder)
+    return addresses(config, folder).scheduler, transport or client_sockets(config.security, role)
+
+
+async def attach_within(
+    timeout_s: float, scheduler: Client, request: Attach, *, parameters: bool = False
+) -> AttachReply:
+    """Like ``attach``, for a client without a supervisor: raise ``Unavailable`` after ``timeout_s``, and
+    ``ConfigError`` if the run is over."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await attach(scheduler, request, parameters=parameters)
+    except TimeoutError:
+        why = f"{request.name} waited for the run's servers to attach"
+        raise Unavailable(scheduler.address, timeout_s, why) from None
+    except RunOver as over:
+        raise ConfigError("run", scheduler.address, f"{over}; connect to one that is active") from over

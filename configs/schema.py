@@ -269,10 +269,13 @@ class Vllm(Section, frozen=True, kw_only=True):
 class Rollout(Section, frozen=True, kw_only=True):
     """Instances that generate trajectories."""
 
-    engine: Literal["transformers", "vllm", "simulated"] = "transformers"
+    engine: Text = "transformers"
     """Engine that generates. ``transformers``: continuous batching on CPUs or one GPU. ``vllm``: vLLM, an extra.
     ``simulated``: sleeps by the cost model of ``[rollout.simulated]`` and returns random tokens; needs neither model
-    nor torch."""
+    nor torch. Or the import path of a class of your own, ``module:Class`` or ``file.py:Class``, called as
+    ``Class(directory, config, **engine_options)`` in each rollout worker with the model directory."""
+    engine_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Keyword arguments of your own engine class."""
     workers: Processes = 1
     """Number of processes that ``staleflow run`` starts; more may attach."""
     gpus: list[NonNegative] = field(default_factory=list[NonNegative])

@@ -1,7 +1,8 @@
 """Reinforcement learning post-training that never learns from data older than the bound you asked for.
 
-The public API consists of ``load``, ``run``, ``connect``, ``TrainerClient``, ``Trace``, their results (``Run``,
-``Result``) and the errors that they raise; see docs/python.md for examples.
+The public API consists of ``load``, ``run``, ``connect``, ``Trace``, the clients of workers (``TrainerClient``,
+``RolloutClient``, ``StageClient``), their results (``Run``, ``Result``) and the errors that they raise; see
+docs/python.md for examples.
 """
 
 from importlib import import_module
@@ -9,42 +10,81 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from staleflow.api import Result, Run, Trace, connect, run
+    from staleflow.clients.rollout.client import AsyncRolloutClient, RolloutClient
+    from staleflow.clients.rollout.engines.base import LoadError, Sampling
+    from staleflow.clients.rollout.samples import Lease, LeaseError, Sample
+    from staleflow.clients.stage.client import AsyncStageClient, StageClient, StageError
+    from staleflow.clients.stage.worker import StageGroup
+    from staleflow.clients.trainer.async_client import AsyncTrainerClient
     from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
     from staleflow.clients.trainer.data.prefetch import NoBatch
+    from staleflow.clients.weights import PulledVersion, external
     from staleflow.configs.errors import ConfigError
     from staleflow.configs.loading.load import load
     from staleflow.net.errors import Refused, Unavailable
-    from staleflow.protocols.wire.messages import ModelLimits
+    from staleflow.protocols.wire.messages import InstanceStats, ModelLimits
 
 __all__ = [
+    "AsyncRolloutClient",
+    "AsyncStageClient",
+    "AsyncTrainerClient",
     "BadVersion",
     "ConfigError",
     "Fenced",
+    "InstanceStats",
+    "Lease",
+    "LeaseError",
+    "LoadError",
     "ModelLimits",
     "NoBatch",
+    "PulledVersion",
     "Refused",
     "Result",
+    "RolloutClient",
     "Run",
+    "Sample",
+    "Sampling",
+    "StageClient",
+    "StageError",
+    "StageGroup",
     "Trace",
     "TrainerClient",
     "Unavailable",
     "connect",
+    "external",
     "load",
     "run",
 ]
 __version__ = "0.1.0"
 
 _TRAINER, _ERRORS = "staleflow.clients.trainer.client", "staleflow.net.errors"
+_ROLLOUT, _STAGE = "staleflow.clients.rollout", "staleflow.clients.stage"
+_MESSAGES = "staleflow.protocols.wire.messages"
 _ELSEWHERE = {
+    "AsyncRolloutClient": f"{_ROLLOUT}.client",
     "BadVersion": _TRAINER,
     "Fenced": _TRAINER,
-    "ModelLimits": "staleflow.protocols.wire.messages",
+    "InstanceStats": _MESSAGES,
+    "Lease": f"{_ROLLOUT}.samples",
+    "LeaseError": f"{_ROLLOUT}.samples",
+    "LoadError": f"{_ROLLOUT}.engines.base",
+    "ModelLimits": _MESSAGES,
+    "PulledVersion": "staleflow.clients.weights",
+    "RolloutClient": f"{_ROLLOUT}.client",
+    "AsyncStageClient": f"{_STAGE}.client",
+    "AsyncTrainerClient": "staleflow.clients.trainer.async_client",
+    "external": "staleflow.clients.weights",
+    "StageClient": f"{_STAGE}.client",
+    "StageError": f"{_STAGE}.client",
+    "StageGroup": f"{_STAGE}.worker",
+    "Sample": f"{_ROLLOUT}.samples",
+    "Sampling": f"{_ROLLOUT}.engines.base",
     "NoBatch": "staleflow.clients.trainer.backends.base",
     "TrainerClient": _TRAINER,
     "Refused": _ERRORS,
     "Unavailable": _ERRORS,
 }
-"""Names that a training loop on another machine imports, without the rest of ``staleflow.api``."""
+"""Names that a worker on another machine imports, without the rest of ``staleflow.api``."""
 
 
 def __getattr__(name: str) -> object:

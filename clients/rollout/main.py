@@ -1,10 +1,12 @@
 """``staleflow attach rollout``: one engine, attached to a run until the run drains or a signal ends it."""
 
 import asyncio
+import inspect
 import logging
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,10 @@ from staleflow.clients.rollout.episodes.environment import Environments
 from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.worker import Encode, Worker
 from staleflow.clients.weights import Puller
+from staleflow.configs.engines import KEY, check_methods, is_stepped
+from staleflow.configs.imports import load_object
 from staleflow.configs.loading.load import config_sha, model_dir
+from staleflow.configs.rules.checks import needs_model
 from staleflow.configs.schema import Config
 from staleflow.net.client import Client, worker_id
 from staleflow.net.permissions import Role
@@ -133,13 +138,38 @@ async def open_engine(config: Config, run_dir: Path) -> tuple[AsyncEngine, Encod
             from staleflow.clients.rollout.engines.vllm.model import open_vllm
 
             return await open_vllm(config, model_dir(config, run_dir))
+        case _:
+            return await open_user_engine(config, model_dir(config, run_dir))
+
+
+async def open_user_engine(config: Config, directory: Path) -> tuple[AsyncEngine, Encode]:
+    """Return the engine of the user's class and its prompt encoder. ``ConfigError`` if it is no engine.
+
+    The class is called inside the running event loop, so that it can create its ``failure`` there. Prompts are encoded
+    by its ``encode``, if it has one, else by the tokenizer of the model.
+    """
+    spec, options = config.rollout.engine, config.rollout.engine_options
+    made: Any = load_object(spec, KEY)(directory, config, **options)
+    engine = await made if inspect.isawaitable(made) else made
+    check_methods(engine, spec)
+    if is_stepped(engine):
+        runner: AsyncEngine = EngineThread(engine, drain=config.rollout.on_update == "drain")
+    else:
+        runner = engine
+    if hasattr(engine, "encode"):
+        return runner, engine.encode
+    if not needs_model(config):
+        return runner, text_bytes
+    from staleflow.clients.tokens import encoder, open_tokenizer
+
+    return runner, encoder(open_tokenizer(directory), chat_template=config.prompts.chat_template)
 
 
 def open_environments(config: Config, run_dir: Path, engine: AsyncEngine, recipe: Recipe) -> Environments | None:
     """Return the run's environments, not yet started; None for plain prompts."""
     if not config.environment.run:
         return None
-    if config.rollout.engine == "simulated":
+    if config.rollout.engine == "simulated" or not needs_model(config):
         return Environments(config, engine, ByteChatTemplate(), recipe)
     from staleflow.clients.rollout.episodes.chat.tokenizer import open_chat_template
 

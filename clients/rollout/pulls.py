@@ -1,4 +1,4 @@
-"""Load versions from the parameter server into the engine, one at a time, the newest order first.
+"""Pull versions from the parameter server and load them, one at a time, the newest order first.
 
 Consumes orders; produces loaded weights and reports each result to the scheduler. The engine continues while bytes
 arrive and stops only for the load itself, between two steps.
@@ -6,10 +6,10 @@ arrive and stops only for the load itself, between two steps.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from staleflow.clients.rollout.engines.base import AsyncEngine, LoadError
-from staleflow.clients.weights import CorruptWeights, Puller
+from staleflow.clients.rollout.engines.base import LoadError
+from staleflow.clients.weights import CorruptWeights, PulledVersion, Puller
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
@@ -18,18 +18,21 @@ from staleflow.protocols.wire.messages import Done, Pulled
 
 log = logging.getLogger(__name__)
 
+Load = Callable[[Lineage, Version, PulledVersion], Awaitable[None]]
+"""Load weights, which stay readable until it returns. Raises ``LoadError`` if they do not fit."""
+
 
 class Pulls:
     """The loaded and the ordered version. ``on_loaded`` is called after each successful load."""
 
     def __init__(
-        self, me: WorkerId, scheduler: Client, puller: Puller, engine: AsyncEngine, on_loaded: Callable[[], None]
+        self, me: WorkerId, scheduler: Client, puller: Puller, load: Load, on_loaded: Callable[[], None]
     ) -> None:
         self.loaded = (Lineage(0), Version(-1))
         self._me = me
         self._scheduler = scheduler
         self._puller = puller
-        self._engine = engine
+        self._load = load
         self._on_loaded = on_loaded
         self._ordered_version: tuple[Lineage, Version] | None = None
         self._ordered = asyncio.Event()
@@ -62,7 +65,7 @@ class Pulls:
         try:
             async with await self._puller.pull(lineage, version) as pulled:
                 sha, way = pulled.sha, pulled.way
-                await self._engine.load(pulled.arrays(), lineage, version)
+                await self._load(lineage, version, pulled)
             ok = True
             self.loaded = (lineage, version)
             self._on_loaded()

@@ -15,6 +15,7 @@ from staleflow.clients.stage.worker import Stage, StageWorker
 from staleflow.clients.texts import Decode, ids_as_text, tokenizer_decoder
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.load import config_sha, model_dir
+from staleflow.configs.rules.checks import needs_model
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import graph, groups_at_once, stages
 from staleflow.net.client import Client, worker_id
@@ -103,7 +104,7 @@ async def _work(
             await while_it_lasts(scheduler, asyncio.create_task(working.serve(shards)))
     finally:
         if attached:
-            await _detach(scheduler, Detach(worker=worker, why="asked to end"))
+            await detach(scheduler, Detach(worker=worker, why="asked to end"))
         for client in (scheduler, *shards):
             client.close()
 
@@ -127,9 +128,10 @@ async def while_it_lasts(scheduler: Client, serving: "asyncio.Task[None]") -> No
         await asyncio.wait((serving,))
 
 
-async def _detach(scheduler: Client, detach: Detach) -> None:
+async def detach(scheduler: Client, request: Detach) -> None:
+    """Leave the run; nothing depends on the reply."""
     try:
-        await scheduler.ask(detach, Done, timeout_s=DETACH_TIMEOUT_S)
+        await scheduler.ask(request, Done, timeout_s=DETACH_TIMEOUT_S)
     except (Refused, Unavailable) as error:
         log.info("the scheduler did not receive the detach message: %s", error)
 
@@ -184,4 +186,5 @@ def open_judge(config: Config, run_dir: Path, stage: str) -> Judge:
 
 def decoder(config: Config, run_dir: Path) -> Decode:
     """Return the function that decodes this run's completions to text."""
-    return ids_as_text if config.rollout.engine == "simulated" else tokenizer_decoder(model_dir(config, run_dir))
+    has_model = config.rollout.engine != "simulated" and needs_model(config)
+    return tokenizer_decoder(model_dir(config, run_dir)) if has_model else ids_as_text

@@ -10,7 +10,7 @@ results.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -26,7 +26,15 @@ from staleflow.process.rate_limited_log import RateLimitedLog
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.messages import GetStageWork, PutStageResults, Results, StageItem, StageResult, StageWork
+from staleflow.protocols.wire.messages import (
+    GetStageWork,
+    PutStageResults,
+    Result,
+    Results,
+    StageItem,
+    StageResult,
+    StageWork,
+)
 from staleflow.protocols.wire.tensors import arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 
@@ -145,7 +153,18 @@ class StageWorker:
     processes groups one by one, each returned group is replaced immediately: a slow group blocks only its own place.
     """
 
-    def __init__(self, *, worker: WorkerId, name: str, stage: Stage, max_groups: int, calls: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        worker: WorkerId,
+        name: str,
+        stage: Stage,
+        max_groups: int,
+        calls: int = 0,
+        on_result: Callable[[GroupId, Result], None] = lambda group, result: None,
+    ) -> None:
+        """``on_result``: called with the shard's verdict on each returned group, in the order of their return."""
+        self._on_result = on_result
         self._worker = worker
         self._name = name
         self._stage = stage
@@ -259,6 +278,7 @@ class StageWorker:
         for result, outcome in zip(finish.results, answer.results, strict=True):
             self.worked.groups += 1
             self.worked.failed += bool(result.error)
+            self._on_result(result.group, outcome)
             if outcome.code is not None:
                 log.info("group %d: %s %s", result.group, outcome.code, outcome.detail)
             elif not result.error:

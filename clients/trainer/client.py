@@ -16,20 +16,17 @@ step. Every call may raise ``Fenced``: another trainer has joined, and calls of 
 import asyncio
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, Protocol, Self, TypeVar, cast
-
-import uvloop
+from typing import Any, Self, TypeVar, cast
 
 from staleflow.clients.attachment import attach
+from staleflow.clients.background import Background, Cancellable, LoopThread
 from staleflow.clients.trainer.backends.base import Published, Stopped
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.micro_batches import MicroBatch, MicroBatchStream
 from staleflow.clients.trainer.data.prefetch import BatchStream, Drained
-from staleflow.clients.weights import Publisher
+from staleflow.clients.weights import Publisher, external
 from staleflow.configs.errors import ConfigError
 from staleflow.net.client import Client, worker_id
 from staleflow.net.errors import Refused, Unavailable
@@ -78,34 +75,6 @@ class BadVersion(Exception):
     """The run rejects these weights and everything derived from them; the text is the reason."""
 
 
-class Cancellable(Protocol):
-    """Cancellable background work."""
-
-    def cancel(self) -> object: ...
-
-
-class Background(Protocol):
-    """The event loop behind a blocking caller: ``LoopThread``, or virtual time in ``staleflow.sim.faults``."""
-
-    closed: bool
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> Cancellable:
-        """Run in the background."""
-        ...
-
-    def wait(self, work: Coroutine[Any, Any, T], grace_s: float, late: Callable[[], Exception]) -> T:
-        """Return the result; after a stop request, raise ``late()`` once ``grace_s`` seconds have passed."""
-        ...
-
-    def stop_waiting(self) -> None:
-        """End all waits soon; may be called from any thread."""
-        ...
-
-    def close(self, last: Callable[[], None]) -> None:
-        """Run ``last`` on the loop and end the remaining work."""
-        ...
-
-
 class TrainerClient:
     """One trainer of one run. Not thread-safe, except ``interrupt``."""
 
@@ -136,7 +105,7 @@ class TrainerClient:
         """Called at each ``POLL_INTERVAL_S`` spent waiting for a batch or its next groups."""
         self._name = name
         self._config_sha = config_sha
-        self._thread: Background = background or LoopThread()
+        self._thread: Background = background or LoopThread("trainer client")
         self._transport = transport or client_sockets(None, Role.TRAINER)
         self._scheduler = Client(scheduler, worker=self.worker, transport=self._transport)
         self._shards: list[Client] = []
@@ -374,6 +343,14 @@ class TrainerClient:
         self._current = None
         return self.version
 
+    def commit_external(self, digest: str) -> Version:
+        """Like ``commit``, for weights that reach the engines the user's own way: readers get ``digest`` instead.
+
+        Every reader must be able to fetch the weights before this call. Version 0 may be one:
+        ``publish_initial(external(digest))``. Only engines of the user can load such a version.
+        """
+        return self.commit(external(digest))
+
     def checkpointed(self, lineage: Lineage, version: Version, *, keep: int = 1) -> Version | None:
         """Register a checkpoint: the trainer can resume from it, and from the ``keep`` - 1 registered before it.
 
@@ -414,6 +391,11 @@ class TrainerClient:
     def interrupt(self) -> None:
         """End all waits soon; may be called from any thread or signal handler."""
         self._thread.stop_waiting()
+
+    @property
+    def closed(self) -> bool:
+        """True after ``close``."""
+        return self._thread.closed
 
     def close(self) -> None:
         """Leave the run. Idempotent."""
@@ -517,60 +499,3 @@ def as_weights(weights: Mapping[str, Any] | Published) -> Published:
 
         return to_arrays(given)
     return given
-
-
-async def until_stop(
-    work: Coroutine[Any, Any, T], stopping: asyncio.Event, grace_s: float, late: Callable[[], Exception]
-) -> T:
-    """Return the result of ``work``; raise ``late()`` if it has not finished ``grace_s`` seconds after ``stopping``."""
-    task, stop = asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())
-    try:
-        await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done() and grace_s:
-            await asyncio.wait((task,), timeout=grace_s)
-        if not task.done():
-            raise late()
-        return task.result()
-    finally:
-        stop.cancel()
-        task.cancel()
-
-
-class LoopThread:
-    """An event loop in its own thread, for a blocking caller."""
-
-    def __init__(self) -> None:
-        self._loop = uvloop.new_event_loop()
-        self._stopping = asyncio.Event()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="trainer client", daemon=True)
-        self._thread.start()
-        self.closed = False
-
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run in the background; the returned future can be cancelled."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def wait(self, work: Coroutine[Any, Any, T], grace_s: float, late: Callable[[], Exception]) -> T:
-        """Return the result; after a stop request, raise ``late()`` once ``grace_s`` seconds have passed."""
-        waiting = until_stop(work, self._stopping, grace_s, late)
-        return asyncio.run_coroutine_threadsafe(waiting, self._loop).result()
-
-    def stop_waiting(self) -> None:
-        if not self.closed:
-            self._loop.call_soon_threadsafe(self._stopping.set)
-
-    def close(self, last: Callable[[], None]) -> None:
-        """Run ``last`` on the loop, cancel the remaining tasks, and end the thread."""
-        self.closed = True
-        asyncio.run_coroutine_threadsafe(self._end(last), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _end(self, last: Callable[[], None]) -> None:
-        last()
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        await self._loop.shutdown_default_executor()

@@ -6,8 +6,19 @@
 - Async only; a training loop runs it on an event loop in a separate thread, like its other calls.
 """
 
+from staleflow.clients.weights.external import external
 from staleflow.clients.weights.publish import TRIES, Publisher, damaged
 from staleflow.clients.weights.pull import CorruptWeights, PulledVersion, Puller
 from staleflow.clients.weights.tensors import NamedTensors, Tensor
 
-__all__ = ["TRIES", "CorruptWeights", "NamedTensors", "Publisher", "PulledVersion", "Puller", "Tensor", "damaged"]
+__all__ = [
+    "TRIES",
+    "CorruptWeights",
+    "NamedTensors",
+    "Publisher",
+    "PulledVersion",
+    "Puller",
+    "Tensor",
+    "damaged",
+    "external",
+]

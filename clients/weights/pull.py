@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from staleflow.clients.weights import mapped
+from staleflow.clients.weights.external import external_digest
 from staleflow.clients.weights.relays import Relays, map_near, unpinning
 from staleflow.clients.weights.remote import CorruptWeights, Remote, RemoteVersion, unpin, verify
 from staleflow.clients.weights.tensors import Tensor, part
@@ -78,6 +79,17 @@ class PulledVersion:
     def arrays(self) -> dict[str, Array]:
         """Return NumPy views by name; float16 and bfloat16 as their bits in uint16."""
         return {name: tensor.array() for name, tensor in self.tensors().items()}
+
+    @property
+    def external(self) -> str | None:
+        """Digest that the trainer committed in place of weights; None if the weights are here."""
+        return external_digest(self.arrays())
+
+    def copy_to(self, model: Any) -> None:
+        """Copy every tensor into a ``torch.nn.Module``, in place. Raise ``LoadError`` if they are not its weights."""
+        from staleflow.clients.rollout.engines.load_weights import copy_weights
+
+        copy_weights(model, self.arrays())
 
     async def verify(self) -> None:
         """Raise ``CorruptWeights`` unless every tensor matches its digest. Bytes from the network are verified

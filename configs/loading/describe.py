@@ -50,7 +50,7 @@ def tables() -> Iterator[Table]:
 
 
 def _tables(kind: kinds.StructType, name: str, *, many: bool) -> Iterator[Table]:
-    descriptions = _sentences(kind.cls)
+    descriptions = field_docs(kind.cls)
     inner = {field.name: _struct(field.type) for field in kind.fields}
     keys = tuple(_key(field, descriptions[field.name]) for field in kind.fields if inner[field.name] is None)
     yield Table(name=name, many=many, description=_flat(inspect.getdoc(kind.cls) or ""), keys=keys)
@@ -81,8 +81,8 @@ def _default(field: kinds.Field) -> str:
     return value_text(value.value if isinstance(value, Enum) else value)
 
 
-def _sentences(cls: type[Struct]) -> dict[str, str]:
-    """Return the docstring below each field, by field name; "" if it has none."""
+def field_docs(cls: type[Struct]) -> dict[str, str]:
+    """Return the docstring below each field of a struct, by field name; "" if it has none."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     body = cast(ast.ClassDef, tree).body
     sentences: dict[str, str] = {}

@@ -124,6 +124,8 @@ def _question(config: Config, first: dict[str, tuple[list[str], bytes]]) -> prob
             calls[key] = (arguments, [])
     if config.environment.run:
         calls["environment.run"] = (0, list(config.environment.options))
+    if "rollout.engine" in specs:
+        calls["rollout.engine"] = (2, list(config.rollout.engine_options))
     for place, stage in enumerate(config.stage):
         calls[f"stage[{place}].run"] = (1, list(stage.options))
     sources: dict[str, tuple[dict[str, Any], dict[str, str], bool]] = {}

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import msgspec
 
+from staleflow.configs.engines import KEY, check_methods
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.imports import load_object
 from staleflow.configs.loading.row_files import prompt_row
@@ -87,6 +88,8 @@ def answer(question: Question, refuse: Callable[[ConfigError], None]) -> dict[st
     """
     specs: dict[str, str] = question["specs"]
     functions = {key: load_object(spec, key) for key, spec in specs.items()}
+    if KEY in functions:
+        check_methods(functions[KEY], specs[KEY])
     for key, (positional, names) in question["calls"].items():
         _takes(functions[key], key, specs[key], positional, names)
     read = {key: _rows(functions[key], key, specs[key], *how) for key, how in question["sources"].items()}

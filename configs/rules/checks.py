@@ -4,6 +4,7 @@ import math
 import re
 from urllib.parse import urlsplit
 
+from staleflow.configs.engines import ENGINES
 from staleflow.configs.errors import MISSING, ConfigError, shown
 from staleflow.configs.imports import split
 from staleflow.configs.metrics import check_metrics
@@ -43,8 +44,8 @@ def _lease(config: Config) -> None:
 
 
 def needs_model(config: Config) -> bool:
-    """Return True unless engine and trainer are both simulated and no stage starts from the policy's model."""
-    if config.rollout.engine != "simulated" or config.trainer.backend != "simulated":
+    """Return True unless no shipped engine, trainer or stage starts from the policy's model."""
+    if config.rollout.engine in ("transformers", "vllm") or config.trainer.backend != "simulated":
         return True
     own = {REFERENCE: config.reference.path, CRITIC: config.critic.path}
     return any(not own[stage] for stage in stages(config) if stage in own)
@@ -94,6 +95,7 @@ def import_paths(config: Config) -> dict[str, str]:
         "prompts.source": config.prompts.source,
         "prompts.eval_source": config.prompts.eval_source,
         "environment.run": config.environment.run,
+        "rollout.engine": config.rollout.engine if ":" in config.rollout.engine else "",
         "reward.run": config.reward.run,
         **{f"stage[{place}].run": stage.run for place, stage in enumerate(config.stage)},
         **algorithm.import_paths(config.trainer.algorithm),
@@ -147,6 +149,13 @@ def _bound(config: Config) -> None:
 
 def _groups(config: Config) -> None:
     rollout = config.rollout
+    if rollout.engine not in ENGINES and ":" not in rollout.engine:
+        named = ", ".join(f'"{name}"' for name in ENGINES)
+        allowed = f"it must be one of {named}, or module:Class or file.py:Class of your own"
+        raise ConfigError("rollout.engine", rollout.engine, allowed)
+    if rollout.engine_options and rollout.engine in ENGINES:
+        allowed = "these are keyword arguments of an engine class of your own; leave it empty"
+        raise ConfigError("rollout.engine_options", ", ".join(rollout.engine_options), allowed)
     samples = samples_started(rollout)
     if samples > rollout.max_inflight:
         allowed = f"a group of {samples} samples must fit: at least {samples}"

@@ -5,6 +5,7 @@ from docs.generate.configuration import configuration
 from docs.generate.diagrams import architecture, machines, stages
 from docs.generate.life import life
 from docs.generate.metrics import metrics
+from docs.generate.protocol import protocol
 from docs.generate.timeline import timeline
 from docs.generate.trace import trace
 from docs.generate.window import window
@@ -17,6 +18,7 @@ def generated_files() -> dict[str, str]:
     pictures |= {"architecture": architecture(), "machines": machines(), "stages": stages()}
     return {
         "trace.md": "\n".join(trace()).strip() + "\n",
+        "protocol.md": "\n".join(protocol()).strip() + "\n",
         **{f"reference/{name}.md": "\n".join(lines).strip() + "\n" for name, lines in pages.items()},
         **{f"pictures/{name}.svg": text for name, text in pictures.items()},
     }

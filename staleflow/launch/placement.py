@@ -126,7 +126,7 @@ def gpus_of_engine(config: Config) -> int:
             return 0
         case "vllm":
             return config.rollout.vllm.tensor_parallel
-        case "transformers":
+        case _:
             return 1
 
 

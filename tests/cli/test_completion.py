@@ -46,7 +46,7 @@ def offered(cli: Cli, short_dir: Path, words: str) -> list[str]:
     ("words", "found"),
     [
         ("staleflow run a.toml staleness.b", ["staleness.bound="]),
-        ("staleflow run a.toml seed=1 rollout.engine = t", ["transformers"]),
+        ("staleflow run a.toml seed=1 rollout.on_update = r", ["recompute"]),
     ],
 )
 def test_bash_completes_a_key_and_its_values(cli: Cli, short_dir: Path, words: str, found: list[str]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.clients.rollout.worker import STUCK_TIMEOUT_S, Worker
+from staleflow.clients.rollout.session import STUCK_TIMEOUT_S, LeaseSession
 from staleflow.configs.simulation import Occurrence
 from staleflow.net.endpoint import Call
 from staleflow.net.errors import Refused
@@ -80,10 +80,10 @@ def test_a_worker_whose_engine_hangs_falls_silent_by_itself_and_loses_its_leases
 
 
 def test_the_error_of_a_worker_ends_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Worker, *given: Any) -> None:
+    def broken(self: LeaseSession, *given: Any) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(Worker, "_command", broken)
+    monkeypatch.setattr(LeaseSession, "_command", broken)
     with pytest.raises(ZeroDivisionError, match="planted"):
         simulate(config(), run_dir=tmp_path)
 

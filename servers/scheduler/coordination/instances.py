@@ -84,8 +84,14 @@ class Instances:
         self.changed = True
 
     def remove(self, worker: WorkerId) -> None:
-        """Remove an instance. Its leases stay in the ledger until they expire or are released."""
-        self._by_worker.pop(worker, None)
+        """Remove an instance. Its leases stay in the ledger until they expire or are released.
+
+        Its open report is answered, as a worker that still lives learns only from its next one that it was replaced.
+        """
+        instance = self._by_worker.pop(worker, None)
+        if instance is not None and instance.call is not None and not instance.call.done:
+            first = instance.commands.acked + 1
+            instance.call.reply(Commands(first=first, commands=[], version=self.newest, drain=self.draining))
         self._to_answer.pop(worker, None)
         self.touch(worker)
         self._touch_ends(self.moves.remove_instance(worker))

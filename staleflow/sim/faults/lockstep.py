@@ -10,7 +10,7 @@ from asyncio import events
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from staleflow.clients.trainer.client import until_stop
+from staleflow.clients.background import until_stop
 from staleflow.sim.virtual import Killed, Process
 
 T = TypeVar("T")

@@ -14,7 +14,8 @@ from staleflow.clients.rollout.engines.simulated import SimulatedEngine
 from staleflow.clients.rollout.engines.thread import EngineThread
 from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.main import text_bytes
-from staleflow.clients.rollout.worker import STUCK_TIMEOUT_S, Worker
+from staleflow.clients.rollout.session import STUCK_TIMEOUT_S
+from staleflow.clients.rollout.worker import Worker
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.simulation import Simulated
 from staleflow.net.errors import Refused
@@ -373,7 +374,7 @@ async def test_a_drained_run_lets_the_worker_finish_what_it_holds(short_dir: Pat
 async def test_a_drained_run_does_not_keep_a_worker_whose_groups_never_end(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("staleflow.clients.rollout.worker.DRAIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("staleflow.clients.rollout.session.DRAIN_TIMEOUT_S", 0.2)
     async with playing(short_dir, Paced(tokens=10**6)) as play:
         await loaded(play)
         play.scheduler.order(assign(1), drain=True)

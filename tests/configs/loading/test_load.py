@@ -59,7 +59,11 @@ def test_the_last_of_two_overrides_counts(write: Write) -> None:
         ("staleness.max_staleness=two", 'staleness.max_staleness is "two"; it must be an integer from 0 to 1024'),
         ("staleness.max_staleness=true", "staleness.max_staleness is true; it must be an integer from 0 to 1024"),
         ("staleness.bound=x", 'staleness.bound is "x"; it must be one of "token", "trajectory"'),
-        ("rollout.engine=x", 'rollout.engine is "x"; it must be one of "simulated", "transformers", "vllm"'),
+        (
+            "rollout.engine=x",
+            'rollout.engine is "x"; it must be one of "simulated", "transformers", "vllm", or module:Class or'
+            " file.py:Class of your own",
+        ),
         ("rollout.redundancy.groups=9", "rollout.redundancy.groups is 9; it must be a number from 1 to 8"),
         ("trajectories.shards=65", "trajectories.shards is 65; it must be an integer from 1 to 64"),
         ("trainer.lr=0", "trainer.lr is 0; it must be a number > 0 and <= 1000000000"),

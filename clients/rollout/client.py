@@ -1,0 +1,377 @@
+"""A place in a run for an engine of your own::
+
+    with staleflow.RolloutClient("runs/live", load=engine.load) as client:
+        for lease in client.leases():                       # until the run ends
+            samples = engine.generate(lease.row["prompt"], lease.group_size, lease.sampling)
+            client.push(lease, prompt_ids, samples)
+
+``RolloutClient`` blocks, ``AsyncRolloutClient`` is the same for asyncio. Heartbeats, pulls and pushes run beside the
+caller, on its event loop or in a thread. ``load`` is called inside ``take`` and ``leases``, in the caller's thread: an
+engine is never loaded while it generates, unless its own tasks do.
+"""
+
+import asyncio
+import inspect
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
+
+from numpy.typing import NDArray
+
+from staleflow.clients.attachment import attach_within, locate
+from staleflow.clients.background import LoopThread
+from staleflow.clients.rollout.caller import Caller, OpenLease, PendingLoad
+from staleflow.clients.rollout.engines.base import LoadError
+from staleflow.clients.rollout.groups import Recipe
+from staleflow.clients.rollout.samples import Lease, LeaseError, Sample, group_payload
+from staleflow.clients.rollout.session import LEAVE_TIMEOUT_S, GiveUp, LeaseSession
+from staleflow.clients.weights import PulledVersion, Puller
+from staleflow.configs.errors import MISSING, ConfigError
+from staleflow.configs.loading.load import from_json, model_dir
+from staleflow.configs.schema import Config
+from staleflow.net.client import Client, worker_id
+from staleflow.net.errors import Refused
+from staleflow.net.permissions import Role
+from staleflow.net.transport import Transport
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import Version
+from staleflow.protocols.wire.messages import Attach, InstanceStats
+
+T = TypeVar("T")
+
+Load = Callable[[PulledVersion], Awaitable[None] | None]
+"""Loads a version into the engine. Its bytes stay readable until the call, or what it returns, is done."""
+
+ATTACH_TIMEOUT_S = 60.0
+LEASE_TIMEOUT_S = 1800.0
+"""Default of ``max_lease_s``."""
+
+
+class AsyncRolloutClient:
+    """A rollout worker of a run whose groups the caller generates. Use it with ``async with``, in one event loop."""
+
+    def __init__(
+        self,
+        run: Path | str,
+        load: Load | None = None,
+        *,
+        name: str,
+        capacity: int = 4,
+        max_lease_s: float = LEASE_TIMEOUT_S,
+        timeout_s: float = ATTACH_TIMEOUT_S,
+        transport: Transport | None = None,
+    ) -> None:
+        """``run``: its directory, or its scheduler's address. ``load`` may also be set later, before the first
+        ``take``. ``capacity``: maximum number of leases held at once. ``max_lease_s``: a lease that is held for longer
+        is released, as a caller that hangs must not hold up the run. ``timeout_s``: of attaching. ``transport``: with
+        the key of a rollout worker; default: the run's, or the key named by STALEFLOW_KEY.
+        """
+        if capacity < 1:
+            raise ConfigError("capacity", capacity, "it must be at least 1")
+        if not max_lease_s > 0:
+            raise ConfigError("max_lease_s", max_lease_s, "it must be above 0")
+        self.load = load
+        """Called with each version that the run orders, inside ``take``."""
+        self.name = name
+        self._address, self._transport = locate(run, Role.ROLLOUT, transport)
+        self._capacity = capacity
+        self._max_lease_s = max_lease_s
+        self._timeout_s = timeout_s
+        self._stack = AsyncExitStack()
+        self._config: Config | None = None
+        self._caller: Caller
+        self._session: LeaseSession
+        self._running: asyncio.Task[None]
+        self.run_dir = Path()
+        """Run directory on the scheduler's machine."""
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._open()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _open(self) -> None:
+        me, transport = worker_id(self.name), self._transport
+        scheduler = self._closing(Client(self._address, worker=me, transport=transport))
+        hello = Attach(worker=me, name=self.name, role="rollout", capacity=self._capacity, pid=os.getpid())
+        attached = await attach_within(self._timeout_s, scheduler, hello, parameters=True)
+        config = self._config = from_json(attached.config)
+        self.run_dir = Path(attached.run_dir)
+        shards = [self._closing(Client(address, worker=me, transport=transport)) for address in attached.shards]
+        deltas, direct = config.parameters.delta != "off", config.parameters.transport == "direct"
+        puller = Puller(attached.parameters, worker=me, transport=transport, deltas=deltas, direct=direct)
+        self._stack.callback(puller.close)
+        recipe = Recipe.of(config)
+        self._caller = Caller(recipe, config, self._max_lease_s)
+        self._session = LeaseSession(me, scheduler, shards, puller, self._caller, recipe)
+        self._running = asyncio.ensure_future(self._work())
+        self._running.add_done_callback(lambda _: self._caller.changed.set())
+        self._stack.push_async_callback(self._leave)
+
+    def _closing(self, client: Client) -> Client:
+        self._stack.callback(client.close)
+        return client
+
+    async def _work(self) -> None:
+        try:
+            await self._session.run()
+        except Refused as refused:
+            if not refused.is_over:
+                raise
+
+    async def _leave(self) -> None:
+        drained = self._running.done()
+        self._running.cancel()
+        await asyncio.wait((self._running,))
+        await self._session.leave("drained" if drained else "closed")
+        self._caller.close()
+
+    async def close(self) -> None:
+        """Leave the run: pushes in progress are delivered, other leases released. Calling it again has no effect."""
+        await self._stack.aclose()
+
+    @property
+    def config(self) -> Config:
+        """Configuration of the run."""
+        if self._config is None:
+            raise RuntimeError("the client has not attached; use it with `async with`, or `with`")
+        return self._config
+
+    @property
+    def model_dir(self) -> Path:
+        """Directory of the initial model and its tokenizer: ``model.path``, or in the run directory."""
+        return model_dir(self.config, self.run_dir)
+
+    @property
+    def version(self) -> Version:
+        """Loaded version; -1 before the first."""
+        return self._caller.loaded[1]
+
+    @property
+    def ended(self) -> bool:
+        """True once no further lease can come: the run drains or is over."""
+        return self._running.done()
+
+    async def take(self, at_most: int = 1, *, timeout_s: float | None = None) -> list[Lease]:
+        """Return new leases, at least one; none after ``timeout_s``, or once the run has ``ended``.
+
+        Load the versions that the run orders meanwhile. An error of ``load`` is raised here after the run was notified
+        that the version is not loaded. Raise ``ConfigError`` if the run rejects this worker.
+        """
+        while True:
+            new = await self.next_event(at_most, timeout_s)
+            if not isinstance(new, PendingLoad):
+                return new
+            try:
+                result = self.loader()(new.weights)
+                if inspect.isawaitable(result):
+                    await result
+            except BaseException as error:
+                await self.loaded(new, error)
+                raise
+            await self.loaded(new)
+
+    async def leases(self) -> AsyncGenerator[Lease]:
+        """Yield one lease after another until the run has ``ended``."""
+        while taken := await self.take():
+            yield taken[0]
+
+    async def push(self, lease: Lease, prompt_ids: Sequence[int] | NDArray[Any], samples: Sequence[Sample]) -> bool:
+        """Deliver a group. Return True once it is durable and registered, False if the lease had ended before.
+
+        Raise ``LeaseError`` if the samples do not match the lease, which is then still held, and ``Refused`` if the
+        run rejects them, which releases it.
+        """
+        if (one := self._find(lease)) is None:
+            return False
+        one.payload.set_result(group_payload(lease, prompt_ids, samples, one.loaded))
+        lease.used = True
+        await asyncio.wait((one.settled, self._running), return_when=asyncio.FIRST_COMPLETED)
+        if not one.settled.done():  # the run is over; its servers may still accept the push, or be gone
+            await asyncio.wait((one.settled,), timeout=LEAVE_TIMEOUT_S)
+        if not one.settled.done():
+            self._running.result()
+            return False
+        result = one.settled.result()
+        if result.code in (Code.STALE_LEASE, Code.STALE):
+            return False
+        if result.code not in (None, Code.DUPLICATE):
+            raise Refused(cast(Code, result.code), f"{lease}: {result.detail}")
+        return True
+
+    async def release(self, lease: Lease, why: str, *, hopeless: bool = False) -> None:
+        """Give a lease back; the run generates its group elsewhere. ``hopeless``: no engine can, for example because
+        the prompt is too long."""
+        if (one := self._find(lease)) is not None:
+            one.payload.set_exception(GiveUp(f"at {self.name}, {why}", hopeless=hopeless))
+            lease.used = True
+            await asyncio.sleep(0)  # the session sends the release
+
+    def report(self, stats: InstanceStats) -> None:
+        """Replace the numbers that the client derives from its leases, for status and the strategies of the scheduler.
+
+        Reports are sent every second, and renew the leases. The loaded version is filled in.
+        """
+        self._caller.numbers = stats
+
+    def _find(self, lease: Lease) -> OpenLease | None:
+        """Return an open lease; None if the run took it back. Raise ``LeaseError`` if it is none of this client's."""
+        one = self._caller.open.get(lease.id)
+        if one is not None and one.lease is lease and not lease.used:
+            return one
+        if lease.ended and not lease.used:
+            return None
+        held = ", ".join(str(one.lease.id) for one in self._caller.open.values() if not one.lease.used)
+        allowed = f"it has {held or 'none'}, and each is pushed or released once"
+        raise LeaseError(f"{lease} is not held by {self.name}: {allowed}")
+
+    def loader(self) -> Load:
+        if self.load is None:
+            raise ConfigError("load", MISSING, "it must be a function that loads a version into the engine")
+        return self.load
+
+    async def next_event(self, at_most: int, timeout_s: float | None) -> list[Lease] | PendingLoad:
+        """Wait for weights to load or for leases."""
+        if at_most < 1:
+            raise ConfigError("at_most", at_most, "it must be at least 1")
+        caller = self._caller
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    caller.changed.clear()
+                    if (pending := caller.pending) is not None:
+                        caller.pending = None
+                        return pending
+                    if new := [one for one in caller.open.values() if not one.taken][:at_most]:
+                        for one in new:
+                            one.taken, one.loaded.loads = True, [caller.loaded]
+                        return [one.lease for one in new]
+                    if self._running.done():
+                        self._running.result()
+                        return []
+                    await caller.changed.wait()
+        except TimeoutError:
+            return []
+
+    async def loaded(self, pending: PendingLoad, error: BaseException | None = None) -> None:
+        """Report the end of a load."""
+        if not pending.done.done():
+            if error is None:
+                pending.done.set_result(None)
+            else:
+                pending.done.set_exception(LoadError(f"{type(error).__name__}: {error}"))
+        await asyncio.sleep(0)  # the session notes the version before the caller continues
+
+
+class RolloutClient:
+    """The blocking form of ``AsyncRolloutClient``. Use it with ``with``, in one thread."""
+
+    def __init__(
+        self,
+        run: Path | str,
+        load: Load | None = None,
+        *,
+        name: str,
+        capacity: int = 4,
+        max_lease_s: float = LEASE_TIMEOUT_S,
+        timeout_s: float = ATTACH_TIMEOUT_S,
+        transport: Transport | None = None,
+    ) -> None:
+        """As ``AsyncRolloutClient``."""
+        self._client = AsyncRolloutClient(
+            run,
+            name=name,
+            capacity=capacity,
+            max_lease_s=max_lease_s,
+            timeout_s=timeout_s,
+            transport=transport,
+        )
+        self.load = load
+        """Called with each version that the run orders, inside ``take``, in this thread."""
+        self._thread: LoopThread | None = None
+
+    def __enter__(self) -> Self:
+        self._thread = LoopThread(f"rollout client {self._client.name}")
+        try:
+            self._wait(self._client.__aenter__())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the run: pushes in progress are delivered, other leases released. Calling it again has no effect."""
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            thread.start(self._client.close()).result()
+            thread.close(lambda: None)
+
+    @property
+    def config(self) -> Config:
+        """Configuration of the run."""
+        return self._client.config
+
+    @property
+    def model_dir(self) -> Path:
+        """Directory of the initial model and its tokenizer: ``model.path``, or in the run directory."""
+        return self._client.model_dir
+
+    @property
+    def version(self) -> Version:
+        """Loaded version; -1 before the first."""
+        return self._client.version
+
+    @property
+    def ended(self) -> bool:
+        """True once no further lease can come: the run drains or is over."""
+        return self._client.ended
+
+    def take(self, at_most: int = 1, *, timeout_s: float | None = None) -> list[Lease]:
+        """As ``AsyncRolloutClient.take``. With ``timeout_s`` 0 it never waits, for an engine that steps itself."""
+        self._client.load = self.load
+        while True:
+            new = self._wait(self._client.next_event(at_most, timeout_s))
+            if isinstance(new, list):
+                return new
+            try:
+                result = self._client.loader()(new.weights)
+                if inspect.isawaitable(result):
+                    raise ConfigError("load", "a coroutine function", "RolloutClient needs a plain one")
+            except BaseException as error:
+                self._wait(self._client.loaded(new, error))
+                raise
+            self._wait(self._client.loaded(new))
+
+    def leases(self) -> Generator[Lease]:
+        """Yield one lease after another until the run has ``ended``."""
+        while taken := self.take():
+            yield taken[0]
+
+    def push(self, lease: Lease, prompt_ids: Sequence[int] | NDArray[Any], samples: Sequence[Sample]) -> bool:
+        """As ``AsyncRolloutClient.push``."""
+        return self._wait(self._client.push(lease, prompt_ids, samples))
+
+    def release(self, lease: Lease, why: str, *, hopeless: bool = False) -> None:
+        """As ``AsyncRolloutClient.release``."""
+        self._wait(self._client.release(lease, why, hopeless=hopeless))
+
+    def report(self, stats: InstanceStats) -> None:
+        """As ``AsyncRolloutClient.report``."""
+        self._client.report(stats)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._thread is None:
+            work.close()
+            raise RuntimeError("the client has not attached, or is closed; use it with `with`")
+        return self._thread.result(work)
