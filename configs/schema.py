@@ -24,6 +24,7 @@ from staleflow.configs.section import (
     Section,
     Seed,
     Share,
+    StopString,
     Text,
 )
 from staleflow.configs.simulation import Simulated, Simulation
@@ -266,6 +267,22 @@ class Rollout(Section, frozen=True, kw_only=True):
     ``trainer.mask_truncated`` is set."""
     temperature: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
     """Sampling temperature. Log-probabilities are those of the distribution sampled from. With vLLM at least 0.01."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Sample from the smallest set of most likely tokens whose probabilities add up to at least this (nucleus
+    sampling); 1: from all. The trainer does not truncate: below 1 the importance weights of all tokens are biased, and
+    the run starts with a warning. Engines apply ``repetition_penalty``, ``temperature``, ``min_p``, ``top_k`` and
+    ``top_p`` in this order."""
+    top_k: NonNegative = 0
+    """Sample from this number of most likely tokens; 0: from all. Biases importance weights as ``top_p`` does."""
+    min_p: Share = 0.0
+    """Sample from tokens that are at least this share as likely as the most likely token; 0: from all. Biases
+    importance weights as ``top_p`` does."""
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    """Penalty of tokens that the prompt or the completion contain already: their positive scores are divided by it,
+    negative ones multiplied. 1: none; values below 1 reward repetition. Biases importance weights as ``top_p`` does."""
+    stop: Annotated[list[StopString], Meta(max_length=16)] = field(default_factory=list[StopString])
+    """Strings that end a completion, at most 16. The token that completes one is the last token of the completion; it
+    is trained and part of the text that the reward gets."""
     on_update: Literal["keep", "recompute", "drain"] = "keep"
     """Treatment of samples in flight when a new version arrives. ``keep``: continue with the new weights (a new
     segment) on the KV cache of the old ones. ``recompute``: the same, after a prefill with the new weights. ``drain``:

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ class Episode:
         ended_itself = bool(transcript.turns) and _ended_itself(transcript.turns[-1])
         given = self._conversation.given(call.prompt, so_far, ended_itself=ended_itself)
         trajectory = await self._generate(np.concatenate([so_far, given]), call)
-        turn, text = self._cut(given, trajectory, call.stop)
+        turn, text = self._cut(given, trajectory, call.stop or self._sampling.stop)
         transcript.turns.append(turn)
         self._conversation.record(call.prompt, text)
         if transcript.interrupted:
@@ -92,7 +93,8 @@ class Episode:
 
     async def _generate(self, prompt_ids: NDArray[np.int32], call: ChatCall) -> Trajectory:
         seed = np.random.SeedSequence((self._seed, len(self.transcript.turns))).generate_state(1, np.uint64)[0]
-        sampling = Sampling(max_new_tokens=call.max_tokens, temperature=self._sampling.temperature)
+        stop = call.stop or self._sampling.stop
+        sampling = replace(self._sampling, max_new_tokens=call.max_tokens, stop=stop)
         self._request = request_id()
         request = Request(id=self._request, prompt_ids=prompt_ids, sampling=sampling, seed=int(seed))
         generating = self._generating = asyncio.ensure_future(self._engine.generate(request))
@@ -111,7 +113,7 @@ class Episode:
         """Return the turn and its text, cut at the first stop string.
 
         The end of a text is a function of the tokens up to there, so later tokens can be discarded without changing the
-        probabilities of the earlier ones. The engine only knows token ids and therefore generates them first.
+        probabilities of the earlier ones. An engine without a tokenizer generates them first.
         """
         token_ids, text = trajectory.token_ids, self._template.text(trajectory.token_ids)
         if not any(stop in text for stop in stops):

@@ -1,7 +1,7 @@
 # pyright: basic, reportMissingImports=false
 """Mean reward on held-out prompts: completions of the trainer's own model, scored by the reward of the run.
 
-Engine, temperature and reward process are those of the run, so that the metric is what training optimizes. Evaluation
+Engine, sampling and reward process are those of the run, so that the metric is what training optimizes. Evaluation
 changes neither the model nor the trainer's random state. Each prompt uses the same random numbers every time, so that
 two evaluations differ only by the weights. For runs with an environment see ``episodes``.
 """
@@ -62,8 +62,9 @@ class PromptEvaluation:
     def _complete(self, model: Any, stopping: Stopping) -> dict[int, np.ndarray]:
         """Return the completion of each prompt by its number, without prompts that the model cannot read."""
         rollout = self._config.rollout
-        engine = TransformersEngine(model, stop_ids(model, self._tokenizer), slots=rollout.max_inflight)
-        sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)
+        stops = stop_ids(model, self._tokenizer)
+        engine = TransformersEngine(model, stops, decode=self._decode, slots=rollout.max_inflight)
+        sampling = Sampling.of(rollout)
         seed = first_seed(self._config)
         submitted, finished = list[int](), dict[int, np.ndarray]()
         for index, prompt_ids in enumerate(self._prompts):

@@ -77,6 +77,8 @@ def test_no_name_path_or_address_has_what_cannot_be_printed(letter: str) -> None
     texts = [(key, listed) for key, kind, listed in ALL if type(kind) is kinds.StrType]
     assert ("security.keys", False) in texts
     for key, listed in texts:
+        if (key, letter) == ("rollout.stop", "\n"):
+            continue  # a line end often ends a completion
         text = f"a{letter}b"
         assert named(key, [text] if listed else text) == key
 

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
+from staleflow.clients.texts import tokenizer_decoder
 from staleflow.clients.tokens import Encode, check_vocabulary, encoder, open_tokenizer, stop_ids
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.presence import check_model_dir
@@ -34,6 +35,7 @@ def open_transformers(config: Config, directory: Path) -> tuple[TransformersEngi
     engine = TransformersEngine(
         model,
         stop_ids(model, tokenizer),
+        decode=tokenizer_decoder(directory),
         slots=config.rollout.max_inflight,
         recompute=config.rollout.on_update == "recompute",
     )
