@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from staleflow.configs.loading.extras import install
 from staleflow.configs.loading.length_trace import read_lengths
 from staleflow.configs.loading.row_files import prompt_row, read_rows
 from staleflow.configs.metrics import read_token
+from staleflow.configs.rules import sampling
 from staleflow.configs.rules.checks import check_rows, import_paths
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
+
+log = logging.getLogger(__name__)
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 """Files of a tokenizer. A directory with none of them has no tokenizer."""
@@ -33,7 +37,12 @@ Probe = Callable[[probe.Question], dict[str, int]]
 
 
 def present(config: Config, ask: Probe = probe.ask, count_gpus: Callable[[], int] = probe.count_gpus) -> None:
-    """Raise ``ConfigError`` for the first thing that is missing. Starts one short process for the imports."""
+    """Raise ``ConfigError`` for the first thing that is missing. Starts one short process for the imports.
+
+    Logs a warning for settings that work and that few runs want.
+    """
+    for text in sampling.warnings(config):
+        log.warning("%s", text)
     check_packages(config)
     check_gpus(config, count_gpus)
     if config.model.path:
