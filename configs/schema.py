@@ -71,18 +71,38 @@ class Prompts(Section, frozen=True, kw_only=True):
     """Number of passes over the rows; 0 repeats them until the trainer has finished."""
 
 
-class Reward(Section, frozen=True, kw_only=True):
-    """The stage of every run: ``reward(prompt, completion, **columns) -> float``, sync or async, in processes of its
-    own. Groups that ``rollout.filter`` releases after it skip the stages that need the reward.
+class RewardFunction(Section, frozen=True, kw_only=True):
+    """One of several reward functions, each in a process of its own. Its mean over a step is the metric
+    ``reward/NAME``.
     """
 
     run: Text
-    """Import path, ``module:function`` or ``file.py:function``. It may be empty if the environment returns the
-    reward."""
+    """Import path, ``module:function`` or ``file.py:function``, of a function as in ``reward.run``."""
+    weight: Annotated[float, Meta(ge=-MOST, le=MOST)] = 1.0
+    """Factor of its value in the reward, which is the sum of all. 0 only records the value."""
+    name: Text = ""
+    """Name of its column, ``reward/NAME``, and of its metric: lower-case letters, digits and ``_``. Empty: the
+    function's name."""
+
+
+class Reward(Section, frozen=True, kw_only=True):
+    """The stage of every run: ``reward(prompt, completion, **columns) -> float``, sync or async, in processes of its
+    own. A function with an argument ``completions`` scores a group in one call and returns a list, as in TRL. Groups
+    that ``rollout.filter`` releases after it skip the stages that need the reward.
+    """
+
+    run: Text = ""
+    """Import path, ``module:function`` or ``file.py:function``. It may be empty if ``functions`` are set, or if the
+    environment returns the reward. A function that names them also gets ``completion_ids`` (list),
+    ``completion_tokens`` (their number) and ``finish_reason`` (``stop``, ``length`` or ``interrupted``)."""
+    functions: list[RewardFunction] = field(default_factory=list[RewardFunction])
+    """Several functions in place of ``run``; the reward is their weighted sum. They are not called, and their columns
+    are 0, for groups whose environment returns the reward."""
     workers: Processes = 1
     """Number of processes that ``staleflow run`` starts; more may attach."""
     timeout_s: Seconds = 10.0
-    """Maximum seconds of one call. A call that exceeds it is killed and counts as failed."""
+    """Maximum seconds of one call, for one sample or one list of them. A call that exceeds it is killed and counts as
+    failed."""
     retries: NonNegative = 2
     """Number of retries for a sample whose call raised or timed out. After them another worker retries the group; if
     that fails too, the group is released."""

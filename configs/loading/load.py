@@ -35,6 +35,8 @@ _SPECS = (
     *(("model", "build"), ("prompts", "source"), ("prompts", "eval_source"), ("environment", "run"), ("reward", "run")),
     *(("trainer.algorithm", "advantage"), ("trainer.algorithm", "loss")),
 )
+_LISTS = (("stage",), ("reward", "functions"))
+"""Lists of tables with import paths."""
 _LONGEST_SOCKET = 100
 """Maximum bytes of a Unix socket's path; the kernel's limit is 107."""
 
@@ -94,20 +96,26 @@ def _absolute(table: dict[str, Any], base: Path) -> dict[str, Any]:
         what = ".".join((*above, key))
         text = str(_under(base, text, what)) if (section, key) in _PATHS else _spec_under(base, text, what)
         table = dotted.apply(table, [((*above, key), text)])
-    return _absolute_stages(table, base)
+    for list_key in _LISTS:
+        table = _absolute_entries(table, list_key, base)
+    return table
 
 
-def _absolute_stages(table: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Return ``table`` with absolute import paths in each ``[[stage]]``."""
-    given: Any = table.get("stage")
+def _absolute_entries(table: dict[str, Any], list_key: tuple[str, ...], base: Path) -> dict[str, Any]:
+    """Return ``table`` with absolute paths and import paths in each entry of a list of tables, like ``[[stage]]``."""
+    given: Any = table
+    for part in list_key:
+        given = cast(dict[str, Any], given).get(part) if isinstance(given, dict) else None
     if not isinstance(given, list):
         return table
     entries = list[Any]()
     for place, one in enumerate(cast(Iterable[Any], given)):
-        if isinstance(one, dict) and isinstance(run := cast(dict[str, Any], one).get("run"), str):
-            one = {**cast(dict[str, Any], one), "run": _spec_under(base, run, f"stage[{place}].run")}
+        for name, absolute in (("run", _spec_under), ("source", _spec_under), ("path", _under)):
+            if isinstance(one, dict) and isinstance(text := cast(dict[str, Any], one).get(name), str) and text:
+                key = f"{'.'.join(list_key)}[{place}].{name}"
+                one = {**cast(dict[str, Any], one), name: str(absolute(base, text, key))}
         entries.append(one)
-    return {**table, "stage": entries}
+    return dotted.apply(table, [(list_key, entries)])
 
 
 def _spec_under(base: Path, spec: str, key: str) -> str:

@@ -13,6 +13,7 @@ from staleflow.configs.loading.extras import install
 from staleflow.configs.loading.length_trace import read_lengths
 from staleflow.configs.loading.row_files import prompt_row, read_rows
 from staleflow.configs.metrics import read_token
+from staleflow.configs.rewards import components
 from staleflow.configs.rules import sampling
 from staleflow.configs.rules.checks import check_rows, import_paths
 from staleflow.configs.schema import Config
@@ -154,7 +155,7 @@ def _prompts(config: Config) -> str:
 
 def _is_tried(config: Config) -> bool:
     """Return True if the probe calls the reward. An environment's numbers are known only once it has played."""
-    return config.reward.probe and bool(config.reward.run) and not config.environment.run
+    return config.reward.probe and bool(components(config.reward)) and not config.environment.run
 
 
 def _first_row(key: str, path: str, columns: dict[str, str]) -> tuple[list[str], bytes]:

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from staleflow.configs.errors import MISSING, ConfigError, shown
 from staleflow.configs.imports import split
 from staleflow.configs.metrics import check_metrics
+from staleflow.configs.rewards import check_components
 from staleflow.configs.rules import algorithm
 from staleflow.configs.rules.coordination import check_coordination, check_spares, samples_started
 from staleflow.configs.rules.streaming import check_pieces, check_streaming
@@ -95,17 +96,20 @@ def import_paths(config: Config) -> dict[str, str]:
         "prompts.eval_source": config.prompts.eval_source,
         "environment.run": config.environment.run,
         "reward.run": config.reward.run,
+        **{f"reward.functions[{place}].run": given.run for place, given in enumerate(config.reward.functions)},
         **{f"stage[{place}].run": stage.run for place, stage in enumerate(config.stage)},
         **algorithm.import_paths(config.trainer.algorithm),
     }
     needed = [f"stage[{place}].run" for place in range(len(config.stage))]
-    needed += [] if config.environment.run else ["reward.run"]
+    needed += [f"reward.functions[{place}].run" for place in range(len(config.reward.functions))]
+    needed += [] if config.environment.run or config.reward.functions else ["reward.run"]
     return {key: spec for key, spec in paths.items() if spec or key in needed}
 
 
 def _specs(config: Config) -> None:
     for key, spec in import_paths(config).items():
         split(spec, key)
+    check_components(config.reward)
 
 
 def _idle(config: Config) -> None:

@@ -30,6 +30,7 @@ from staleflow.clients.rollout.episodes.env_child import REWARD
 from staleflow.clients.rollout.episodes.env_runner import EnvironmentRunner, EpisodeFailed
 from staleflow.clients.rollout.groups import ActiveLease, Recipe, first_ended, request_id
 from staleflow.clients.user_code.process import Killed
+from staleflow.configs.rewards import components
 from staleflow.configs.schema import Config
 from staleflow.protocols.wire.stages import ENVIRONMENT
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
@@ -154,7 +155,7 @@ class Environments:
         self._template = template
         self._recipe = recipe
         self._max_turns = config.environment.max_turns
-        self._rewarded = bool(config.reward.run)
+        self._rewarded = bool(components(config.reward))
         self._runner = EnvironmentRunner(config.environment)
         self._server = ChatServer()
 

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from staleflow.clients.rollout.engines.base import Request, RequestError, Sampling
+from staleflow.clients.rollout.engines.base import Request, RequestError, Sampling, Trajectory
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
-from staleflow.clients.stage.reward import samples
+from staleflow.clients.stage.reward import facts, samples
 from staleflow.clients.texts import tokenizer_decoder
 from staleflow.clients.tokens import encoder, open_tokenizer, stop_ids
 from staleflow.clients.trainer.backends.base import Stopped, Stopping
-from staleflow.clients.user_code.runner import RewardFailed, RewardRunner, Sample
+from staleflow.clients.user_code.rewards import RewardFailed, RewardRunner, Sample
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Version
 
@@ -53,20 +53,23 @@ class PromptEvaluation:
 
     def run(self, model: Any, version: Version, stopping: Stopping) -> dict[str, float]:
         completions = self._complete(model, stopping)
-        texts = self._decode(list(completions.values()))
-        calls = [samples(self._rows[index], [text])[0] for index, text in zip(completions, texts, strict=True)]
+        texts = self._decode([trajectory.token_ids for trajectory in completions.values()])
+        calls = [
+            samples(self._rows[index], [text], known=[facts(trajectory.token_ids, trajectory.finish)])[0]
+            for (index, trajectory), text in zip(completions.items(), texts, strict=True)
+        ]
         rewards = asyncio.run(self._score(calls, stopping))
-        lengths = [len(ids) for ids in completions.values()]
+        lengths = [len(trajectory.token_ids) for trajectory in completions.values()]
         return evaluation_metrics(version, rewards, lengths, failed=len(self._rows) - len(rewards))
 
-    def _complete(self, model: Any, stopping: Stopping) -> dict[int, np.ndarray]:
+    def _complete(self, model: Any, stopping: Stopping) -> dict[int, Trajectory]:
         """Return the completion of each prompt by its number, without prompts that the model cannot read."""
         rollout = self._config.rollout
         stops = stop_ids(model, self._tokenizer)
         engine = TransformersEngine(model, stops, decode=self._decode, slots=rollout.max_inflight)
         sampling = Sampling.of(rollout)
         seed = first_seed(self._config)
-        submitted, finished = list[int](), dict[int, np.ndarray]()
+        submitted, finished = list[int](), dict[int, Trajectory]()
         for index, prompt_ids in enumerate(self._prompts):
             try:
                 engine.submit(Request(id=index, prompt_ids=prompt_ids, sampling=sampling, seed=seed + index))
@@ -76,7 +79,7 @@ class PromptEvaluation:
         while len(finished) < len(submitted):
             if stopping():
                 raise Stopped
-            finished.update((trajectory.id, trajectory.token_ids) for trajectory in engine.step())
+            finished.update((trajectory.id, trajectory) for trajectory in engine.step())
         return {index: finished[index] for index in submitted}
 
     async def _score(self, calls: Sequence[Sample], stopping: Stopping) -> list[float]:

@@ -22,10 +22,12 @@ from tests.configs.conftest import Write
 REQUIRED: dict[str, dict[str, Any]] = {
     "": {"prompts": {}, "reward": {"run": "m:f"}},
     "reward": {"run": "m:f"},
+    "reward.functions": {"run": "m:f"},
     "stage": {"name": "a", "run": "m:f", "makes": ["x"]},
     "simulation.fleet": {"count": 1},
     "simulation.events": {"at_s": 1, "engine": 0, "what": "join"},
 }
+LISTS = ("stage", "reward.functions", "simulation.fleet", "simulation.events")
 
 
 def leaves(kind: kinds.Type, path: str = "") -> Iterator[tuple[str, kinds.Type, bool]]:
@@ -46,7 +48,7 @@ def table_with(key: str, value: object) -> dict[str, Any]:
     inner = {**REQUIRED.get(".".join(above), {}), last: value}
     for at in range(len(above), 0, -1):
         path = ".".join(above[:at])
-        held: object = [inner] if path in ("stage", "simulation.fleet", "simulation.events") else inner
+        held: object = [inner] if path in LISTS else inner
         inner = {**REQUIRED.get(".".join(above[: at - 1]), {}), above[at - 1]: held}
     return inner
 
