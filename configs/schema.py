@@ -14,6 +14,7 @@ from staleflow.configs.section import (
     MOST,
     Calls,
     Groups,
+    Lines,
     Mebibytes,
     NonNegative,
     NonNegativeFloat,
@@ -49,13 +50,31 @@ class Model(Section, frozen=True, kw_only=True):
     """Dtype in which engines and the trainer compute; published weights have it too."""
 
 
-class Prompts(Section, frozen=True, kw_only=True):
-    """The source of the prompts. Set exactly one of ``path`` and ``source``."""
+class PromptSource(Section, frozen=True, kw_only=True):
+    """One of several sources of prompts. Set exactly one of ``path`` and ``source``."""
 
     path: Text = ""
-    """A .jsonl or .parquet file with one prompt a row."""
+    """A .jsonl or .parquet file, as ``prompts.path``."""
+    source: Text = ""
+    """Import path of a callable, as ``prompts.source``."""
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Keyword arguments of ``source``."""
+    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0
+    """Share of the prompts that come from this source, relative to the others'."""
+
+
+class Prompts(Section, frozen=True, kw_only=True):
+    """The source of the prompts. Set exactly one of ``path``, ``source`` and ``sources``."""
+
+    path: Text = ""
+    """A .jsonl or .parquet file with one prompt a row; or ``hf://ORGANIZATION/NAME``, a dataset in the local cache of
+    the Hugging Face hub: its files whose names begin with ``train``, or those of ``hf://ORGANIZATION/NAME/PATTERN``.
+    Each machine with a trajectory server or a trainer needs the same snapshot in its cache."""
     source: Text = ""
     """Import path of a callable that returns an iterable of rows (dicts), called as ``source(seed=..., **options)``."""
+    sources: list[PromptSource] = field(default_factory=list[PromptSource])
+    """Several sources in place of one, mixed by their weights. A pass over the rows has every row at least once, and
+    repeats rows of the sources that would otherwise have less than their share."""
     eval_path: Text = ""
     """File of held-out prompts, in the format of ``path``."""
     eval_source: Text = ""
@@ -66,7 +85,11 @@ class Prompts(Section, frozen=True, kw_only=True):
     """Renames of columns: staleflow's name = the file's name, e.g. ``prompt = "question"``. Other columns keep their
     names."""
     chat_template: bool = False
-    """Format each prompt with the tokenizer's chat template, as one user message."""
+    """Format each prompt with the tokenizer's chat template, as one user message; or the messages of the row, in the
+    column ``messages`` or ``prompt``, with the tools in its column ``tools``. The reward then gets the messages, and
+    the text of the last user's message as ``prompt``."""
+    system: Lines = ""
+    """``chat_template``: system message of each prompt that has none of its own; empty: none."""
     epochs: NonNegative = 0
     """Number of passes over the rows; 0 repeats them until the trainer has finished."""
 

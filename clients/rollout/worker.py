@@ -13,12 +13,13 @@ If the scheduler or a shard is unreachable, the worker waits for it while the en
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from staleflow.clients.prompts import Encode, prompt_of
 from staleflow.clients.rollout.engines.base import AsyncEngine, EngineError, RequestError
 from staleflow.clients.rollout.episodes.env_runner import EpisodeFailed
 from staleflow.clients.rollout.episodes.environment import Environments
@@ -56,8 +57,6 @@ from staleflow.protocols.wire.messages import (
 from staleflow.protocols.wire.trajectory import GroupPayload
 
 log = logging.getLogger(__name__)
-
-Encode = Callable[[str], NDArray[np.int32]]
 
 STUCK_TIMEOUT_S = 1.0
 """A longer engine step renews no lease until it returns."""
@@ -296,10 +295,13 @@ class Worker:
         return samples.payload()
 
     def _prompt_ids(self, row: Mapping[str, Any]) -> NDArray[np.int32]:
-        prompt = row.get("prompt")
-        if not isinstance(prompt, str):
-            raise RowError(f"its prompt is {type(prompt).__name__}, not text")
-        return self._encode(prompt)
+        prompt = prompt_of(row)
+        if prompt is None:
+            raise RowError(f"its prompt is {type(row.get('prompt')).__name__}, not text")
+        try:
+            return self._encode(prompt)
+        except ValueError as error:
+            raise RowError(str(error)) from error
 
     def _settled(self, assign: Assign, result: Result) -> None:
         """Handle the shard's verdict on a push."""

@@ -22,6 +22,7 @@ from staleflow.configs.errors import MISSING, ConfigError
 from staleflow.configs.imports import is_file
 from staleflow.configs.loading import overrides as dotted
 from staleflow.configs.loading.explain import decode
+from staleflow.configs.loading.hub_files import is_hub
 from staleflow.configs.loading.toml import dumps
 from staleflow.configs.rules.checks import consistent
 from staleflow.configs.schema import Config
@@ -35,7 +36,7 @@ _SPECS = (
     *(("model", "build"), ("prompts", "source"), ("prompts", "eval_source"), ("environment", "run"), ("reward", "run")),
     *(("trainer.algorithm", "advantage"), ("trainer.algorithm", "loss")),
 )
-_LISTS = (("stage",), ("reward", "functions"))
+_LISTS = (("stage",), ("reward", "functions"), ("prompts", "sources"))
 """Lists of tables with import paths."""
 _LONGEST_SOCKET = 100
 """Maximum bytes of a Unix socket's path; the kernel's limit is 107."""
@@ -124,7 +125,9 @@ def _spec_under(base: Path, spec: str, key: str) -> str:
     return f"{_under(base, place, key)}:{attribute}" if is_file(place) else spec
 
 
-def _under(base: Path, text: str, key: str) -> Path:
+def _under(base: Path, text: str, key: str) -> Path | str:
+    if is_hub(text):
+        return text
     try:
         return Path(os.path.normpath(base / Path(text).expanduser()))
     except RuntimeError as error:

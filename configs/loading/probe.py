@@ -33,10 +33,10 @@ from staleflow.configs.stages import check_row
 
 Question = dict[str, Any]
 """``specs``: import paths by key. ``calls``: (positional count, keyword names) that a callable must take, by key.
-``sources``: (keyword arguments, renames of its columns, whether to count its rows), by key. ``rows``: the columns of a
-file's first row, and the row as it is sent, in hex, by key. ``scored``: stage columns that a reward gets in
-addition to those of a row, and whether there may be more. ``tried``: the key whose first row the reward is called with,
-and the time limit in seconds; None: the reward is not called."""
+``sources``: (keyword arguments, renames of its columns, ``prompts.chat_template``, whether to count its rows), by key.
+``rows``: the columns of a file's first row, and the row as it is sent, in hex, by key. ``scored``: stage columns that a
+reward gets in addition to those of a row, and whether there may be more. ``tried``: the key whose first row the reward
+is called with, and the time limit in seconds; None: the reward is not called."""
 
 REWARD = "reward."
 """Start of the keys of reward functions."""
@@ -131,7 +131,7 @@ def _try(
     given: dict[str, Any] = msgspec.msgpack.decode(row)
     prompt = given.pop("prompt")
     given.pop("completion", None)
-    facts = dict(zip(FACTS, ([0], 1, FINISH_REASONS[0]), strict=True))
+    facts: dict[str, Any] = dict(zip(FACTS, ([0], 1, FINISH_REASONS[0]), strict=True))
     numbers = dict.fromkeys((need.partition("/")[2] for need in needs), 0.0)
 
     def wrong(what: str) -> ConfigError:
@@ -163,7 +163,7 @@ def _try(
 
 
 def _rows(
-    source: Any, key: str, spec: str, options: dict[str, Any], columns: dict[str, str], count: bool
+    source: Any, key: str, spec: str, options: dict[str, Any], columns: dict[str, str], chat: bool, count: bool
 ) -> tuple[int, tuple[list[str], bytes]]:
     """Return the number of rows (1 where not counted), and the columns and the encoded form of the first row."""
     try:
@@ -174,7 +174,7 @@ def _rows(
         raise ConfigError(key, spec, f"calling it failed ({type(error).__name__}: {error})") from error
     if first is None:
         raise ConfigError(key, spec, "it gave no rows")
-    return number, prompt_row(key, spec, "row 0", first, columns)
+    return number, prompt_row(key, spec, "row 0", first, columns, chat_template=chat)
 
 
 def _scores(reward: Named, key: str, columns: list[str], needs: list[str], more: bool) -> None:

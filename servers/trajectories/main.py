@@ -75,7 +75,7 @@ async def serve_until(
     where, worker = addresses(config, run_dir), worker_id(name_of(shard))
     prompts = open_prompts(config.prompts, seed=config.seed)
     if components(config.reward):
-        check_row(config.reward.needs, prompts[0], "prompts.path" if config.prompts.path else "prompts.source")
+        check_row(config.reward.needs, prompts[0], "prompts")
     store = _open_store(config, run_dir / name_of(shard), opened, slabs=slabs)
     scheduler = Client(where.scheduler, worker=worker, transport=transport)
 

@@ -40,7 +40,8 @@ def metric_name(column: str) -> str:
 
 def _known(column: NDArray[np.float32], gather: Gather) -> NDArray[np.float32]:
     values: NDArray[np.float32] = gather(column)
-    return values[np.isfinite(values)]
+    known: NDArray[np.float32] = values[np.isfinite(values)]
+    return known
 
 
 def _on_all_ranks(columns: dict[str, NDArray[np.float32]], gather: Gather) -> list[str]:

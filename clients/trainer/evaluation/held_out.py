@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from staleflow.clients.prompts import prompt_of
 from staleflow.clients.rollout.engines.base import Request, RequestError, Sampling, Trajectory
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
 from staleflow.clients.stage.reward import facts, samples
@@ -48,8 +49,9 @@ class PromptEvaluation:
         self._tokenizer = open_tokenizer(directory)
         self._decode = tokenizer_decoder(directory)
         self._rows = rows
-        encode = encoder(self._tokenizer, chat_template=config.prompts.chat_template)
-        self._prompts = [encode(row["prompt"]) for row in self._rows]
+        prompts = config.prompts
+        encode = encoder(self._tokenizer, chat_template=prompts.chat_template, system=prompts.system)
+        self._prompts = [encode(prompt_of(row)) for row in self._rows]
 
     def run(self, model: Any, version: Version, stopping: Stopping) -> dict[str, float]:
         completions = self._complete(model, stopping)

@@ -208,7 +208,7 @@ def test_a_rank_takes_part_in_columns_that_only_another_rank_has() -> None:
         def gather(column: NDArray[Any]) -> NDArray[Any]:
             sent[number] = column
             barrier.wait()
-            whole = np.concatenate([sent[0], sent[1]])
+            whole: NDArray[Any] = np.concatenate([sent[0], sent[1]])
             barrier.wait()
             return whole
 
