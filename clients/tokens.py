@@ -1,17 +1,15 @@
 # pyright: basic, reportMissingImports=false
 """Encoding of prompts with the tokenizer of a model directory, shared by rollout and evaluation."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
 
+from staleflow.clients.prompts import Conversation, Encode
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.presence import check_model_dir
-
-Encode = Callable[[str], np.ndarray]
 
 
 def open_tokenizer(directory: Path) -> Any:
@@ -23,17 +21,24 @@ def open_tokenizer(directory: Path) -> Any:
         raise ConfigError("tokenizer", str(directory), f"it cannot be read: {error}") from error
 
 
-def encoder(tokenizer: Any, *, chat_template: bool) -> Encode:
-    """Return a function from a prompt to int32 ids; ``chat_template``: as one user message, followed by the start of
-    the assistant's turn."""
+def encoder(tokenizer: Any, *, chat_template: bool, system: str = "") -> Encode:
+    """Return a function from a prompt to int32 ids; ``chat_template``: text as one user message, messages as they are,
+    followed by the start of the assistant's turn. ``system``: message of prompts without one of their own."""
     if not chat_template:
         return lambda prompt: np.array(tokenizer(prompt)["input_ids"], np.int32)
     if not tokenizer.chat_template:
         raise ConfigError("prompts.chat_template", True, "the tokenizer of the model has no chat template")
 
-    def encode(prompt: str) -> np.ndarray:
-        message = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    def encode(prompt: str | Conversation) -> np.ndarray:
+        given = prompt if isinstance(prompt, Conversation) else Conversation([{"role": "user", "content": prompt}])
+        own = given.messages[0]["role"] == "system" or not system
+        messages = given.messages if own else [{"role": "system", "content": system}, *given.messages]
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tools=given.tools, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is third-party code and may raise anything
+            raise ValueError(f"the chat template refuses its messages: {error}") from error
         return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
     return encode

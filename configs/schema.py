@@ -14,6 +14,7 @@ from staleflow.configs.section import (
     MOST,
     Calls,
     Groups,
+    Lines,
     Mebibytes,
     NonNegative,
     NonNegativeFloat,
@@ -24,6 +25,7 @@ from staleflow.configs.section import (
     Section,
     Seed,
     Share,
+    StopString,
     Text,
 )
 from staleflow.configs.simulation import Simulated, Simulation
@@ -48,13 +50,31 @@ class Model(Section, frozen=True, kw_only=True):
     """Dtype in which engines and the trainer compute; published weights have it too."""
 
 
-class Prompts(Section, frozen=True, kw_only=True):
-    """The source of the prompts. Set exactly one of ``path`` and ``source``."""
+class PromptSource(Section, frozen=True, kw_only=True):
+    """One of several sources of prompts. Set exactly one of ``path`` and ``source``."""
 
     path: Text = ""
-    """A .jsonl or .parquet file with one prompt a row."""
+    """A .jsonl or .parquet file, as ``prompts.path``."""
+    source: Text = ""
+    """Import path of a callable, as ``prompts.source``."""
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Keyword arguments of ``source``."""
+    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0
+    """Share of the prompts that come from this source, relative to the others'."""
+
+
+class Prompts(Section, frozen=True, kw_only=True):
+    """The source of the prompts. Set exactly one of ``path``, ``source`` and ``sources``."""
+
+    path: Text = ""
+    """A .jsonl or .parquet file with one prompt a row; or ``hf://ORGANIZATION/NAME``, a dataset in the local cache of
+    the Hugging Face hub: its files whose names begin with ``train``, or those of ``hf://ORGANIZATION/NAME/PATTERN``.
+    Each machine with a trajectory server or a trainer needs the same snapshot in its cache."""
     source: Text = ""
     """Import path of a callable that returns an iterable of rows (dicts), called as ``source(seed=..., **options)``."""
+    sources: list[PromptSource] = field(default_factory=list[PromptSource])
+    """Several sources in place of one, mixed by their weights. A pass over the rows has every row at least once, and
+    repeats rows of the sources that would otherwise have less than their share."""
     eval_path: Text = ""
     """File of held-out prompts, in the format of ``path``."""
     eval_source: Text = ""
@@ -65,23 +85,47 @@ class Prompts(Section, frozen=True, kw_only=True):
     """Renames of columns: staleflow's name = the file's name, e.g. ``prompt = "question"``. Other columns keep their
     names."""
     chat_template: bool = False
-    """Format each prompt with the tokenizer's chat template, as one user message."""
+    """Format each prompt with the tokenizer's chat template, as one user message; or the messages of the row, in the
+    column ``messages`` or ``prompt``, with the tools in its column ``tools``. The reward then gets the messages, and
+    the text of the last user's message as ``prompt``."""
+    system: Lines = ""
+    """``chat_template``: system message of each prompt that has none of its own; empty: none."""
     epochs: NonNegative = 0
     """Number of passes over the rows; 0 repeats them until the trainer has finished."""
 
 
-class Reward(Section, frozen=True, kw_only=True):
-    """The stage of every run: ``reward(prompt, completion, **columns) -> float``, sync or async, in processes of its
-    own. Groups that ``rollout.filter`` releases after it skip the stages that need the reward.
+class RewardFunction(Section, frozen=True, kw_only=True):
+    """One of several reward functions, each in a process of its own. Its mean over a step is the metric
+    ``reward/NAME``.
     """
 
     run: Text
-    """Import path, ``module:function`` or ``file.py:function``. It may be empty if the environment returns the
-    reward."""
+    """Import path, ``module:function`` or ``file.py:function``, of a function as in ``reward.run``."""
+    weight: Annotated[float, Meta(ge=-MOST, le=MOST)] = 1.0
+    """Factor of its value in the reward, which is the sum of all. 0 only records the value."""
+    name: Text = ""
+    """Name of its column, ``reward/NAME``, and of its metric: lower-case letters, digits and ``_``. Empty: the
+    function's name."""
+
+
+class Reward(Section, frozen=True, kw_only=True):
+    """The stage of every run: ``reward(prompt, completion, **columns) -> float``, sync or async, in processes of its
+    own. A function with an argument ``completions`` scores a group in one call and returns a list, as in TRL. Groups
+    that ``rollout.filter`` releases after it skip the stages that need the reward.
+    """
+
+    run: Text = ""
+    """Import path, ``module:function`` or ``file.py:function``. It may be empty if ``functions`` are set, or if the
+    environment returns the reward. A function that names them also gets ``completion_ids`` (list),
+    ``completion_tokens`` (their number) and ``finish_reason`` (``stop``, ``length`` or ``interrupted``)."""
+    functions: list[RewardFunction] = field(default_factory=list[RewardFunction])
+    """Several functions in place of ``run``; the reward is their weighted sum. They are not called, and their columns
+    are 0, for groups whose environment returns the reward."""
     workers: Processes = 1
     """Number of processes that ``staleflow run`` starts; more may attach."""
     timeout_s: Seconds = 10.0
-    """Maximum seconds of one call. A call that exceeds it is killed and counts as failed."""
+    """Maximum seconds of one call, for one sample or one list of them. A call that exceeds it is killed and counts as
+    failed."""
     retries: NonNegative = 2
     """Number of retries for a sample whose call raised or timed out. After them the group has failed one try of three:
     other workers make the next tries, and after the third the group is released."""
@@ -290,6 +334,22 @@ class Rollout(Section, frozen=True, kw_only=True):
     ``trainer.mask_truncated`` is set."""
     temperature: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
     """Sampling temperature. Log-probabilities are those of the distribution sampled from. With vLLM at least 0.01."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Sample from the smallest set of most likely tokens whose probabilities add up to at least this (nucleus
+    sampling); 1: from all. The trainer does not truncate: below 1 the importance weights of all tokens are biased, and
+    the run starts with a warning. Engines apply ``repetition_penalty``, ``temperature``, ``min_p``, ``top_k`` and
+    ``top_p`` in this order."""
+    top_k: NonNegative = 0
+    """Sample from this number of most likely tokens; 0: from all. Biases importance weights as ``top_p`` does."""
+    min_p: Share = 0.0
+    """Sample from tokens that are at least this share as likely as the most likely token; 0: from all. Biases
+    importance weights as ``top_p`` does."""
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    """Penalty of tokens that the prompt or the completion contain already: their positive scores are divided by it,
+    negative ones multiplied. 1: none; values below 1 reward repetition. Biases importance weights as ``top_p`` does."""
+    stop: Annotated[list[StopString], Meta(max_length=16)] = field(default_factory=list[StopString])
+    """Strings that end a completion, at most 16. The token that completes one is the last token of the completion; it
+    is trained and part of the text that the reward gets."""
     on_update: Literal["keep", "recompute", "drain"] = "keep"
     """Treatment of samples in flight when a new version arrives. ``keep``: continue with the new weights (a new
     segment) on the KV cache of the old ones. ``recompute``: the same, after a prefill with the new weights. ``drain``:

@@ -32,6 +32,12 @@ Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Text = Annotated[str, Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]*\Z")]
 """A name, path or address without control characters: no file name contains a NUL, and a line break would end a line of
 logs and scripts."""
+Lines = Annotated[str, Meta(pattern=r"\A[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]*\Z")]
+"""A text that may have line ends and tabs."""
+StopString = Annotated[
+    str, Meta(max_length=1000, pattern=r"\A[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+\Z")
+]
+"""A text that ends a completion; unlike ``Text`` it is not empty, and may contain line ends and tabs."""
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.rewards import components
 from staleflow.configs.schema import Config, Stage
 from staleflow.protocols.wire.stages import (
     CRITIC,
@@ -78,7 +79,8 @@ def _shipped(config: Config, columns: Mapping[str, str]) -> list[Node]:
     algorithm = config.trainer.algorithm
     needs = _needed("reward.needs", config.reward.needs, columns)
     _check_arguments(config.reward.needs, needs)
-    nodes = [_node(REWARD, needs)]
+    parts = tuple(full_name(REWARD, given.name) for given in components(config.reward) if given.name != REWARD)
+    nodes = [_node(REWARD, needs, parts)]
     rewarded = (columns["reward/reward"],)
     if algorithm.kl_coef > 0:
         nodes.append(_node(REFERENCE, rewarded))
@@ -88,10 +90,9 @@ def _shipped(config: Config, columns: Mapping[str, str]) -> list[Node]:
     return nodes
 
 
-def _node(stage: str, needs: tuple[str, ...]) -> Node:
-    return Node(
-        name=stage, key=f"{stage}.needs", needs=needs, makes=tuple(f"{STAGE}{stage}/{c}" for c in STAGES[stage])
-    )
+def _node(stage: str, needs: tuple[str, ...], more: tuple[str, ...] = ()) -> Node:
+    makes = tuple(f"{STAGE}{stage}/{column}" for column in STAGES[stage])
+    return Node(name=stage, key=f"{stage}.needs", needs=needs, makes=makes + more)
 
 
 def _all_columns(config: Config) -> dict[str, str]:
@@ -99,6 +100,7 @@ def _all_columns(config: Config) -> dict[str, str]:
     algorithm = config.trainer.algorithm
     enabled = {REWARD: True, REFERENCE: algorithm.kl_coef > 0, CRITIC: algorithm.advantage == "gae"}
     names = [f"{STAGE}{stage}/{column}" for stage, columns in STAGES.items() if enabled[stage] for column in columns]
+    names += [full_name(REWARD, given.name) for given in components(config.reward) if given.name != REWARD]
     names += [full_name(stage.name, column) for stage in config.stage for column in stage.makes]
     return {short_name(name): name for name in names}
 

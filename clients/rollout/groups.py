@@ -40,7 +40,7 @@ class Recipe:
         return cls(
             group_size=rollout.group_size,
             started=samples_started(rollout),
-            sampling=Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature),
+            sampling=Sampling.of(rollout),
             seed=config.seed,
         )
 

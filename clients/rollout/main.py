@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staleflow.clients.attachment import attach as attach_to
+from staleflow.clients.prompts import Conversation, Encode
 from staleflow.clients.rollout.engines.base import AsyncEngine
 from staleflow.clients.rollout.engines.simulated import SimulatedEngine
 from staleflow.clients.rollout.engines.thread import EngineThread
 from staleflow.clients.rollout.episodes.chat.template import ByteChatTemplate
 from staleflow.clients.rollout.episodes.environment import Environments
 from staleflow.clients.rollout.groups import Recipe
-from staleflow.clients.rollout.worker import Encode, Worker
+from staleflow.clients.rollout.worker import Worker
 from staleflow.clients.weights import Puller
 from staleflow.configs.engines import KEY, check_methods, is_stepped
 from staleflow.configs.imports import load_object
@@ -176,6 +177,7 @@ def open_environments(config: Config, run_dir: Path, engine: AsyncEngine, recipe
     return Environments(config, engine, open_chat_template(model_dir(config, run_dir)), recipe)
 
 
-def text_bytes(prompt: str) -> NDArray[np.int32]:
+def text_bytes(prompt: str | Conversation) -> NDArray[np.int32]:
     """Return the token ids of a prompt for an engine without a tokenizer."""
-    return np.frombuffer(prompt.encode(), np.uint8).astype(np.int32)
+    text = prompt.text() if isinstance(prompt, Conversation) else prompt
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)

@@ -4,12 +4,13 @@ Consumes prompt rows and versions; produces groups. An engine that takes long ov
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from staleflow.clients.prompts import Encode, prompt_of
 from staleflow.clients.rollout.engines.base import AsyncEngine, RequestError
 from staleflow.clients.rollout.episodes.env_runner import EpisodeFailed
 from staleflow.clients.rollout.episodes.environment import Environments
@@ -23,8 +24,6 @@ from staleflow.protocols.wire.messages import InstanceStats, Result
 from staleflow.protocols.wire.trajectory import GroupPayload
 
 log = logging.getLogger(__name__)
-
-Encode = Callable[[str], NDArray[np.int32]]
 
 
 class RowError(Exception):
@@ -150,7 +149,10 @@ class Worker:
         return samples.payload()
 
     def _prompt_ids(self, row: Mapping[str, Any]) -> NDArray[np.int32]:
-        prompt = row.get("prompt")
-        if not isinstance(prompt, str):
-            raise RowError(f"its prompt is {type(prompt).__name__}, not text")
-        return self._encode(prompt)
+        prompt = prompt_of(row)
+        if prompt is None:
+            raise RowError(f"its prompt is {type(row.get('prompt')).__name__}, not text")
+        try:
+            return self._encode(prompt)
+        except ValueError as error:
+            raise RowError(str(error)) from error

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from staleflow.clients.stage.worker import Failed, StageGroup, StageOutcome
 from staleflow.clients.texts import Decode
-from staleflow.clients.user_code.runner import RewardFailed, RewardRunner, Sample
+from staleflow.clients.user_code.rewards import RewardFailed, RewardRunner, Sample
+from staleflow.configs.rewards import FACTS, FINISH_REASONS, components
 from staleflow.configs.schema import Reward
 from staleflow.protocols.wire.stages import ENVIRONMENT_REWARD, short_name
 from staleflow.protocols.wire.trajectory import GroupPayload
@@ -45,23 +46,25 @@ class RewardStage:
 
     async def _score(self, group: StageGroup) -> StageOutcome:
         if (returned := group.payload.stages.get(ENVIRONMENT_REWARD)) is not None:
-            return {COLUMN: returned}
+            nothing = np.zeros(group.payload.num_samples, np.float32)
+            return {COLUMN: returned, **dict.fromkeys(self._runner.names if self._runner else (), nothing)}
         if self._runner is None:
             return Failed("its environment returned no reward, and reward.run is not set")
         if conflict := name_conflict(group.row, group.payload):
             return Failed(conflict)
         try:
             texts = self._decode(completions(group.payload))
-            rewards = await self._runner.score(samples(group.row, texts, numbers_of(group.payload)))
+            arguments = samples(group.row, texts, numbers_of(group.payload), facts_of(group.payload))
+            scores = await self._runner.scores(arguments)
         except RewardFailed as failed:
             return Failed(str(failed))
-        return {COLUMN: np.asarray(rewards, np.float32)}
+        return {name: np.asarray(values, np.float32) for name, values in scores.items()}
 
 
 @asynccontextmanager
 async def reward_stage(settings: Reward, decode: Decode) -> AsyncGenerator[RewardStage]:
     """Open the stage and its process. Raise ``ConfigError`` if ``reward.run`` cannot be loaded."""
-    if not settings.run:
+    if not components(settings):
         yield RewardStage(None, decode)
         return
     runner = RewardRunner.of(settings)
@@ -84,6 +87,16 @@ def numbers_of(payload: GroupPayload) -> list[dict[str, float]]:
     return [{name: float(column[sample]) for name, column in named.items()} for sample in range(payload.num_samples)]
 
 
+def facts_of(payload: GroupPayload) -> list[dict[str, Any]]:
+    """Return for each sample the values of ``FACTS``."""
+    return [facts(ids, finish) for ids, finish in zip(completions(payload), payload.finish.tolist(), strict=True)]
+
+
+def facts(token_ids: NDArray[np.int32], finish: int) -> dict[str, Any]:
+    """Return the values of ``FACTS`` for a completion that ended with the ``Finish`` of this number."""
+    return dict(zip(FACTS, (token_ids.tolist(), len(token_ids), FINISH_REASONS[finish]), strict=True))
+
+
 def name_conflict(row: dict[str, Any], payload: GroupPayload) -> str:
     """Return why the numbers of a group cannot be arguments of the reward; "" if they can."""
     sources = {**dict.fromkeys(("prompt", "completion"), "the sample"), **dict.fromkeys(row, "the prompt's row")}
@@ -96,12 +109,19 @@ def name_conflict(row: dict[str, Any], payload: GroupPayload) -> str:
 
 
 def samples(
-    row: dict[str, Any], texts: Sequence[str], numbers: Sequence[dict[str, float]] | None = None
+    row: dict[str, Any],
+    texts: Sequence[str],
+    numbers: Sequence[dict[str, float]] | None = None,
+    known: Sequence[dict[str, Any]] | None = None,
 ) -> list[Sample]:
-    """Build the arguments of the reward: the row's prompt, one completion, the row's other columns and its
-    ``numbers``."""
+    """Build the arguments of the reward: the row's prompt, one completion, the row's other columns, its ``numbers``,
+    and ``known``, its ``facts``."""
     columns = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
     prompt = row.get("prompt", "")
     prompt = prompt if isinstance(prompt, str) else str(prompt)
     own = [dict[str, float]()] * len(texts) if numbers is None else numbers
-    return [Sample(prompt=prompt, completion=text, columns=columns | its) for text, its in zip(texts, own, strict=True)]
+    known = [dict[str, Any]()] * len(texts) if known is None else known
+    return [
+        Sample(prompt=prompt, completion=text, columns=columns | its, messages=row.get("messages"), facts=more)
+        for text, its, more in zip(texts, own, known, strict=True)
+    ]

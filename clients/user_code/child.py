@@ -29,7 +29,7 @@ from staleflow.clients.user_code import pipe
 from staleflow.clients.user_code.mark import Marker, works_for
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.imports import load_object
-from staleflow.configs.rewards import objection
+from staleflow.configs.rewards import arguments, list_arguments, listed, objection, takes_lists
 
 NOUN = "the reward"
 """Name of the function in messages to the operator."""
@@ -50,21 +50,41 @@ class Called(Protocol):
 
 
 class Reward:
-    """Reward function, called with one sample."""
+    """Reward function, called with one sample, or with lists if it takes them."""
 
     def __init__(self, function: Callable[..., Any], load: pipe.Load) -> None:
         self._function = function
+        self._noun = noun_of(load)
 
-    def called(self, call: pipe.Call) -> pipe.Answer:
-        return judged(call.id, self._function(call.prompt, call.completion, **call.columns))
+    def called(self, call: pipe.Call | pipe.ListCall) -> pipe.Answer:
+        return self._judged(call, self._call(call))
 
-    async def awaited(self, call: pipe.Call) -> pipe.Answer:
-        return judged(call.id, await self._function(call.prompt, call.completion, **call.columns))
+    async def awaited(self, call: pipe.Call | pipe.ListCall) -> pipe.Answer:
+        return self._judged(call, await self._call(call))
+
+    def _call(self, call: pipe.Call | pipe.ListCall) -> Any:
+        if isinstance(call, pipe.ListCall):
+            prompts = [call.prompt] * len(call.completions)
+            named = list_arguments(self._function, prompts, call.completions, call.columns, call.facts)
+            return self._function(**named)
+        given, named = arguments(self._function, call.prompt, call.completion, call.columns, call.facts)
+        return self._function(*given, **named)
+
+    def _judged(self, call: pipe.Call | pipe.ListCall, returned: Any) -> pipe.Answer:
+        if isinstance(call, pipe.Call):
+            return judged(call.id, returned, self._noun)
+        values, wrong = listed(returned, len(call.completions))
+        return pipe.Answer(id=call.id, values=values, error=f"{self._noun} is {wrong}" if wrong else "")
 
 
 def main() -> int:
     """Serve calls until the parent closes the pipe."""
-    return serve(lambda load: NOUN, Reward)
+    return serve(noun_of, Reward)
+
+
+def noun_of(load: pipe.Load) -> str:
+    """Return the name of a reward function in messages to the operator; one of several has a name of its own."""
+    return f"{NOUN} {load.stage}".rstrip()
 
 
 def serve(noun_of: Callable[[pipe.Load], str], make_handler: Callable[[Callable[..., Any], pipe.Load], Called]) -> int:
@@ -81,7 +101,7 @@ def serve(noun_of: Callable[[pipe.Load], str], make_handler: Callable[[Callable[
         outgoing.write(pipe.frame(pipe.NotLoaded(why=error.allowed)))
         return 2
     concurrent, served = inspect.iscoroutinefunction(function), make_handler(function, load)
-    outgoing.write(pipe.frame(pipe.Loaded(concurrent=concurrent)))
+    outgoing.write(pipe.frame(pipe.Loaded(concurrent=concurrent, lists=takes_lists(function))))
     if concurrent:
         asyncio.run(serve_concurrently(served.awaited, load.timeout_s, incoming, outgoing, noun=noun))
     else:
@@ -150,10 +170,10 @@ async def serve_concurrently(
 ) -> None:
     """Serve calls concurrently, each within ``timeout_s``, until the parent closes the pipe."""
     loop = asyncio.get_running_loop()
-    calls: asyncio.Queue[pipe.Call | pipe.GroupCall | pipe.Episode | pipe.Cancel] = asyncio.Queue()
+    calls: asyncio.Queue[pipe.AnyCall | pipe.Cancel] = asyncio.Queue()
     tasks: dict[int, asyncio.Task[None]] = {}
 
-    def hand_over(call: pipe.Call | pipe.GroupCall | pipe.Episode | pipe.Cancel) -> None:
+    def hand_over(call: pipe.AnyCall | pipe.Cancel) -> None:
         loop.call_soon_threadsafe(calls.put_nowait, call)
 
     def ended(number: int, task: "asyncio.Task[None]") -> None:
@@ -177,7 +197,7 @@ async def serve_concurrently(
 
 async def _answer(
     serve: Callable[[Any], Awaitable[pipe.Answer]],
-    call: pipe.Call | pipe.GroupCall | pipe.Episode,
+    call: pipe.AnyCall,
     timeout_s: float,
     outgoing: BinaryIO,
     noun: str,
@@ -206,10 +226,10 @@ def _watch(loop: asyncio.AbstractEventLoop, timeout_s: float, outgoing: BinaryIO
             os._exit(1)
 
 
-def judged(call: int, value: Any) -> pipe.Answer:
+def judged(call: int, value: Any, noun: str = NOUN) -> pipe.Answer:
     """Return the answer for a returned value: a finite real number, or an error that names the value."""
     if wrong := objection(value):
-        return pipe.Answer(id=call, error=f"the reward is {wrong}")
+        return pipe.Answer(id=call, error=f"{noun} is {wrong}")
     return pipe.Answer(id=call, value=float(value))
 
 

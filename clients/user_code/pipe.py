@@ -22,6 +22,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True)
     options: dict[str, Any] = {}
     """Arguments of the class, or of every call of a stage."""
     stage: str = ""
+    """Name of the stage, or of one of several reward functions."""
     makes: list[str] = []
     """For a stage: full names of its columns."""
     memory_mb: int = 0
@@ -35,6 +36,19 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True)
     prompt: str
     completion: str
     columns: dict[str, Any]
+    facts: dict[str, Any] = {}
+    """Arguments that the function gets if it names them (``configs.rewards``)."""
+
+
+class ListCall(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """To the child: call a function that takes lists on some samples of one prompt. -> Answer"""
+
+    id: int
+    prompt: str | list[dict[str, Any]]
+    """Text or messages, which all samples share."""
+    completions: list[str]
+    columns: list[dict[str, Any]]
+    facts: list[dict[str, Any]]
 
 
 class GroupCall(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -66,6 +80,8 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     """From the child: ready. ``concurrent``: the function is an ``async def``, so several calls may run at once."""
 
     concurrent: bool
+    lists: bool = False
+    """The function takes lists: ``ListCall`` in place of ``Call``."""
 
 
 class NotLoaded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -81,6 +97,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     value: float = 0.0
     error: str = ""
     columns: dict[str, float] = {}
+    values: list[float] = []
+    """From a function that takes lists: a finite number for each sample."""
     packed: bytes = b""
     """For a stage: its columns, packed, by their full names."""
 
@@ -91,7 +109,8 @@ class Hung(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True)
     id: int
 
 
-ToChild = Load | Call | GroupCall | Episode | Cancel
+AnyCall = Call | ListCall | GroupCall | Episode
+ToChild = Load | AnyCall | Cancel
 FromChild = Loaded | NotLoaded | Answer | Hung
 
 to_child: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)

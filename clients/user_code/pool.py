@@ -14,7 +14,7 @@ from collections.abc import Callable
 from staleflow.clients.user_code import pipe
 from staleflow.clients.user_code.process import CONDEMNED, Program, UserProcess
 
-Make = Callable[[int], pipe.Call | pipe.GroupCall | pipe.Episode]
+Make = Callable[[int], pipe.AnyCall]
 
 WINDOW = 32
 """Number of calls over which the share of crashes is measured."""
@@ -48,6 +48,10 @@ class Pool:
         started = await asyncio.gather(*(self._living(place) for place in range(len(self._processes))))
         if not started[0].concurrent:
             self._concurrency = 1
+
+    async def takes_lists(self) -> bool:
+        """Return whether the function takes lists. Raise ``ConfigError`` if it cannot be loaded."""
+        return (await self._living(0)).lists
 
     async def close(self) -> None:
         """Kill the processes; calls in progress fail."""

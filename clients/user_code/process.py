@@ -86,6 +86,7 @@ class UserProcess:
         self._reading: asyncio.Task[None] | None = None
         self._cancelling: set[asyncio.Task[None]] = set()
         self.concurrent = False
+        self.lists = False
         self.gone = False
 
     @classmethod
@@ -132,11 +133,11 @@ class UserProcess:
             await child.kill()
             why = answer.why if isinstance(answer, pipe.NotLoaded) else "it must be importable; its process died"
             raise ConfigError(program.key, program.load.run, why)
-        child.concurrent = answer.concurrent
+        child.concurrent, child.lists = answer.concurrent, answer.lists
         child._reading = asyncio.create_task(child._read_answers())
         return child
 
-    async def call(self, make: Callable[[int], pipe.Call | pipe.GroupCall | pipe.Episode]) -> pipe.Answer:
+    async def call(self, make: Callable[[int], pipe.AnyCall]) -> pipe.Answer:
         """Run the call that ``make`` builds from a number; return its answer, or an error if it hung or died.
 
         Raise ``Killed`` if the process ended because of another call, or of an unknown one.

@@ -10,15 +10,11 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
 from staleflow.clients.user_code import pipe
-from staleflow.clients.user_code.child import NOUN
 from staleflow.clients.user_code.pool import Pool
 from staleflow.clients.user_code.process import Killed, Program
-from staleflow.configs.schema import Reward
 from staleflow.process.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
@@ -26,10 +22,6 @@ log = logging.getLogger(__name__)
 
 class CallFailed(Exception):
     """A call failed in all tries; the text gives the reason."""
-
-
-class RewardFailed(CallFailed):
-    """A sample has no reward."""
 
 
 class CallRunner:
@@ -56,7 +48,11 @@ class CallRunner:
         """Kill the child; calls under way fail."""
         await self._pool.close()
 
-    async def answer(self, make: Callable[[int], pipe.Call | pipe.GroupCall]) -> pipe.Answer:
+    async def takes_lists(self) -> bool:
+        """Return whether the function takes lists. Raise ``ConfigError`` if it cannot be loaded."""
+        return await self._pool.takes_lists()
+
+    async def answer(self, make: Callable[[int], pipe.AnyCall]) -> pipe.Answer:
         """Run the call that ``make`` builds from a number and return its answer. Raise ``CallFailed`` after the last
         try."""
         answer = pipe.Answer(id=0)
@@ -70,7 +66,7 @@ class CallRunner:
         tries = f"{self._retries + 1} tries" if self._retries else "1 try"
         raise CallFailed(f"{answer.error} ({tries})")
 
-    async def _call(self, make: Callable[[int], pipe.Call | pipe.GroupCall]) -> pipe.Answer:
+    async def _call(self, make: Callable[[int], pipe.AnyCall]) -> pipe.Answer:
         suspicion = 0
         while True:
             calling = asyncio.create_task(self._pool.call(make, suspicion))
@@ -84,49 +80,3 @@ class CallRunner:
 def _ended(calling: "asyncio.Task[pipe.Answer]") -> None:
     if not calling.cancelled():
         calling.exception()  # retrieved, because the caller may have been cancelled
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """Arguments of one call of a reward."""
-
-    prompt: str
-    completion: str
-    columns: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    def call(self, number: int) -> pipe.Call:
-        """Return the message to the child."""
-        return pipe.Call(id=number, prompt=self.prompt, completion=self.completion, columns=self.columns)
-
-
-class RewardRunner(CallRunner):
-    """Runner of a reward function."""
-
-    def __init__(self, run: str, *, timeout_s: float, retries: int, concurrency: int) -> None:
-        load = pipe.Load(run=run, timeout_s=timeout_s)
-        program = Program(module="staleflow.clients.user_code.child", key="reward.run", noun=NOUN, load=load)
-        super().__init__(program, retries=retries, concurrency=concurrency)
-
-    @classmethod
-    def of(cls, settings: Reward) -> "RewardRunner":
-        """Create the runner of a run's reward."""
-        return cls(
-            settings.run, timeout_s=settings.timeout_s, retries=settings.retries, concurrency=settings.concurrency
-        )
-
-    async def score(self, samples: Sequence[Sample]) -> list[float]:
-        """Return the reward of each sample, in order. Raise ``RewardFailed`` once one has failed for good."""
-        tasks = [asyncio.ensure_future(self.score_one(sample)) for sample in samples]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def score_one(self, sample: Sample) -> float:
-        """Return the reward of one sample. Raise ``RewardFailed`` after the last try."""
-        try:
-            return (await self.answer(sample.call)).value
-        except CallFailed as failed:
-            raise RewardFailed(str(failed)) from failed

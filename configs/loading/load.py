@@ -22,6 +22,7 @@ from staleflow.configs.errors import MISSING, ConfigError
 from staleflow.configs.imports import is_file
 from staleflow.configs.loading import overrides as dotted
 from staleflow.configs.loading.explain import decode
+from staleflow.configs.loading.hub_files import is_hub
 from staleflow.configs.loading.toml import dumps
 from staleflow.configs.rules.checks import consistent
 from staleflow.configs.schema import Config
@@ -35,6 +36,8 @@ _SPECS = (
     *(("model", "build"), ("prompts", "source"), ("prompts", "eval_source"), ("environment", "run"), ("reward", "run")),
     *(("trainer.algorithm", "advantage"), ("trainer.algorithm", "loss")),
 )
+_LISTS = (("stage",), ("reward", "functions"), ("prompts", "sources"))
+"""Lists of tables with import paths."""
 _LONGEST_SOCKET = 100
 """Maximum bytes of a Unix socket's path; the kernel's limit is 107."""
 
@@ -94,20 +97,26 @@ def _absolute(table: dict[str, Any], base: Path) -> dict[str, Any]:
         what = ".".join((*above, key))
         text = str(_under(base, text, what)) if (section, key) in _PATHS else _spec_under(base, text, what)
         table = dotted.apply(table, [((*above, key), text)])
-    return _absolute_stages(table, base)
+    for list_key in _LISTS:
+        table = _absolute_entries(table, list_key, base)
+    return table
 
 
-def _absolute_stages(table: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Return ``table`` with absolute import paths in each ``[[stage]]``."""
-    given: Any = table.get("stage")
+def _absolute_entries(table: dict[str, Any], list_key: tuple[str, ...], base: Path) -> dict[str, Any]:
+    """Return ``table`` with absolute paths and import paths in each entry of a list of tables, like ``[[stage]]``."""
+    given: Any = table
+    for part in list_key:
+        given = cast(dict[str, Any], given).get(part) if isinstance(given, dict) else None
     if not isinstance(given, list):
         return table
     entries = list[Any]()
     for place, one in enumerate(cast(Iterable[Any], given)):
-        if isinstance(one, dict) and isinstance(run := cast(dict[str, Any], one).get("run"), str):
-            one = {**cast(dict[str, Any], one), "run": _spec_under(base, run, f"stage[{place}].run")}
+        for name, absolute in (("run", _spec_under), ("source", _spec_under), ("path", _under)):
+            if isinstance(one, dict) and isinstance(text := cast(dict[str, Any], one).get(name), str) and text:
+                key = f"{'.'.join(list_key)}[{place}].{name}"
+                one = {**cast(dict[str, Any], one), name: str(absolute(base, text, key))}
         entries.append(one)
-    return {**table, "stage": entries}
+    return dotted.apply(table, [(list_key, entries)])
 
 
 def _spec_under(base: Path, spec: str, key: str) -> str:
@@ -116,7 +125,9 @@ def _spec_under(base: Path, spec: str, key: str) -> str:
     return f"{_under(base, place, key)}:{attribute}" if is_file(place) else spec
 
 
-def _under(base: Path, text: str, key: str) -> Path:
+def _under(base: Path, text: str, key: str) -> Path | str:
+    if is_hub(text):
+        return text
     try:
         return Path(os.path.normpath(base / Path(text).expanduser()))
     except RuntimeError as error:

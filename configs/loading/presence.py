@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,19 @@ from typing import Any
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading import probe
 from staleflow.configs.loading.extras import install
+from staleflow.configs.loading.hub_files import hub_files, is_hub
 from staleflow.configs.loading.length_trace import read_lengths
-from staleflow.configs.loading.row_files import prompt_row, read_rows
+from staleflow.configs.loading.prompt_rows import read_prompts, shares
+from staleflow.configs.loading.row_files import prompt_row
 from staleflow.configs.metrics import read_token
+from staleflow.configs.rewards import components
+from staleflow.configs.rules import sampling
 from staleflow.configs.rules.checks import check_rows, import_paths
-from staleflow.configs.schema import Config
+from staleflow.configs.schema import Config, Prompts
 from staleflow.configs.stages import stages
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
+
+log = logging.getLogger(__name__)
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 """Files of a tokenizer. A directory with none of them has no tokenizer."""
@@ -33,7 +40,12 @@ Probe = Callable[[probe.Question], dict[str, int]]
 
 
 def present(config: Config, ask: Probe = probe.ask, count_gpus: Callable[[], int] = probe.count_gpus) -> None:
-    """Raise ``ConfigError`` for the first thing that is missing. Starts one short process for the imports."""
+    """Raise ``ConfigError`` for the first thing that is missing. Starts one short process for the imports.
+
+    Logs a warning for settings that work and that few runs want.
+    """
+    for text in sampling.warnings(config):
+        log.warning("%s", text)
     check_packages(config)
     check_gpus(config, count_gpus)
     if config.model.path:
@@ -41,14 +53,15 @@ def present(config: Config, ask: Probe = probe.ask, count_gpus: Callable[[], int
     for key, path in (("reference.path", config.reference.path), ("critic.path", config.critic.path)):
         if path:
             check_model_dir(Path(path), key)
-    files = (("prompts.path", config.prompts.path), ("prompts.eval_path", config.prompts.eval_path))
-    first = {key: _first_row(key, path, config.prompts.columns) for key, path in files if path}
+    files = _prompt_files(config)
+    first = {key: _first_row(key, path, config.prompts) for key, path in files.items()}
     if config.rollout.engine == "simulated" and config.rollout.simulated.trace:
         read_lengths(Path(config.rollout.simulated.trace), config.rollout.simulated.trace_column)
     read_token(config.metrics.token)
     rows = ask(_question(config, first))
     if config.prompts.epochs:
-        check_rows(config, rows["prompts.source"] if config.prompts.source else _count(Path(config.prompts.path)))
+        counts = [rows[key] if key in rows else _count_all(key, files[key]) for key in _training(config)]
+        check_rows(config, sum(shares(counts, [given.weight for given in config.prompts.sources] or [1.0])))
 
 
 def check_packages(config: Config, role: str = "", stage: str = "") -> None:
@@ -128,36 +141,53 @@ def _question(config: Config, first: dict[str, tuple[list[str], bytes]]) -> prob
         calls["rollout.engine"] = (2, list(config.rollout.engine_options))
     for place, stage in enumerate(config.stage):
         calls[f"stage[{place}].run"] = (1, list(stage.options))
-    sources: dict[str, tuple[dict[str, Any], dict[str, str], bool]] = {}
-    for key in ("prompts.source", "prompts.eval_source"):
+    sources: dict[str, tuple[dict[str, Any], dict[str, str], bool, bool]] = {}
+    own = {f"prompts.sources[{place}].source": given.options for place, given in enumerate(config.prompts.sources)}
+    for key, its in {"prompts.source": options, "prompts.eval_source": options, **own}.items():
         if key in specs:
-            calls[key] = (0, list(options))
-            counted = key == "prompts.source" and config.prompts.epochs > 0
-            sources[key] = (options, config.prompts.columns, counted)
+            given = {"seed": config.seed, **its}
+            calls[key] = (0, list(given))
+            counted = key in _training(config) and config.prompts.epochs > 0
+            sources[key] = (given, config.prompts.columns, config.prompts.chat_template, counted)
     scored = (config.reward.needs, bool(config.environment.run))
-    tried = (_prompts(config), config.reward.timeout_s) if _is_tried(config) else None
+    tried = (_training(config)[0], config.reward.timeout_s) if _is_tried(config) else None
     rows = {key: (columns, row.hex()) for key, (columns, row) in first.items()}
     return {"specs": specs, "calls": calls, "sources": sources, "rows": rows, "scored": scored, "tried": tried}
 
 
-def _prompts(config: Config) -> str:
-    """Return the key of the training prompts."""
-    return "prompts.source" if config.prompts.source else "prompts.path"
+def _training(config: Config) -> list[str]:
+    """Return the keys of the training prompts."""
+    prompts = config.prompts
+    if prompts.sources:
+        kinds = ["path" if given.path else "source" for given in prompts.sources]
+        return [f"prompts.sources[{place}].{kind}" for place, kind in enumerate(kinds)]
+    return ["prompts.source" if prompts.source else "prompts.path"]
+
+
+def _prompt_files(config: Config) -> dict[str, str]:
+    """Return the files of prompts by their keys."""
+    files = {"prompts.path": config.prompts.path, "prompts.eval_path": config.prompts.eval_path}
+    files |= {f"prompts.sources[{place}].path": given.path for place, given in enumerate(config.prompts.sources)}
+    return {key: path for key, path in files.items() if path}
 
 
 def _is_tried(config: Config) -> bool:
     """Return True if the probe calls the reward. An environment's numbers are known only once it has played."""
-    return config.reward.probe and bool(config.reward.run) and not config.environment.run
+    return config.reward.probe and bool(components(config.reward)) and not config.environment.run
 
 
-def _first_row(key: str, path: str, columns: dict[str, str]) -> tuple[list[str], bytes]:
+def _first_row(key: str, path: str, prompts: Prompts) -> tuple[list[str], bytes]:
     """Return the columns of the first row, under our names, and the row as it is sent. Raises ``ConfigError``."""
-    for place, row in read_rows(key, Path(path)):
-        return prompt_row(key, path, place, row, columns)
+    for place, row in read_prompts(key, path):
+        return prompt_row(key, path, place, row, prompts.columns, chat_template=prompts.chat_template)
     raise ConfigError(key, path, "it has no rows")
 
 
-def _count(path: Path) -> int:
+def _count_all(key: str, path: str) -> int:
+    return sum(_count(key, file) for file in (hub_files(key, path) if is_hub(path) else [Path(path)]))
+
+
+def _count(key: str, path: Path) -> int:
     if path.suffix == ".jsonl":
         with path.open("rb") as lines:
             return sum(1 for line in lines if line.strip())
@@ -165,5 +195,5 @@ def _count(path: Path) -> int:
         parquet = importlib.import_module("pyarrow.parquet")  # an extra, and heavy
     except ImportError:
         allowed = f"reading Parquet needs the extra: {install('parquet')}"
-        raise ConfigError("prompts.path", str(path), allowed) from None
+        raise ConfigError(key, str(path), allowed) from None
     return int(parquet.read_metadata(path).num_rows)

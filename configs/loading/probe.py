@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -21,17 +21,26 @@ from staleflow.configs.engines import KEY, check_methods
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.imports import load_object
 from staleflow.configs.loading.row_files import prompt_row
-from staleflow.configs.rewards import objection
+from staleflow.configs.rewards import (
+    FACTS,
+    FINISH_REASONS,
+    arguments,
+    list_arguments,
+    listed,
+    objection,
+    takes_lists,
+)
 from staleflow.configs.stages import check_row
 
 Question = dict[str, Any]
 """``specs``: import paths by key. ``calls``: (positional count, keyword names) that a callable must take, by key.
-``sources``: (keyword arguments, renames of its columns, whether to count its rows), by key. ``rows``: the columns of a
-file's first row, and the row as it is sent, in hex, by key. ``scored``: stage columns that ``reward.run`` gets in
-addition to those of a row, and whether there may be more. ``tried``: the key whose first row the reward is called with,
-and the time limit in seconds; None: the reward is not called."""
+``sources``: (keyword arguments, renames of its columns, ``prompts.chat_template``, whether to count its rows), by key.
+``rows``: the columns of a file's first row, and the row as it is sent, in hex, by key. ``scored``: stage columns that a
+reward gets in addition to those of a row, and whether there may be more. ``tried``: the key whose first row the reward
+is called with, and the time limit in seconds; None: the reward is not called."""
 
-REWARD = "reward.run"
+REWARD = "reward."
+"""Start of the keys of reward functions."""
 
 COMPLETION = "42"
 """Completion for the trial of the reward: short, and a plausible answer to some prompts."""
@@ -93,20 +102,28 @@ def answer(question: Question, refuse: Callable[[ConfigError], None]) -> dict[st
     for key, (positional, names) in question["calls"].items():
         _takes(functions[key], key, specs[key], positional, names)
     read = {key: _rows(functions[key], key, specs[key], *how) for key, how in question["sources"].items()}
-    if REWARD in functions:
-        firsts = {key: (columns, bytes.fromhex(row)) for key, (columns, row) in question["rows"].items()}
-        firsts |= {key: first for key, (_, first) in read.items()}
+    firsts = {key: (columns, bytes.fromhex(row)) for key, (columns, row) in question["rows"].items()}
+    firsts |= {key: first for key, (_, first) in read.items()}
+    for reward in (key for key in functions if key.startswith(REWARD)):
+        named = Named(functions[reward], reward, specs[reward])
         for key, (columns, _) in firsts.items():
-            _scores(functions[REWARD], specs[REWARD], key, columns, *question["scored"])
+            _scores(named, key, columns, *question["scored"])
         if question["tried"]:
             key, limit_s = question["tried"]
-            _try(functions[REWARD], specs[REWARD], key, firsts[key][1], question["scored"][0], limit_s, refuse)
+            _try(named, key, firsts[key][1], question["scored"][0], limit_s, refuse)
     return {key: number for key, (number, _) in read.items()}
 
 
+class Named(NamedTuple):
+    """A function of the user with its key and import path."""
+
+    function: Any
+    key: str
+    spec: str
+
+
 def _try(
-    reward: Any,
-    spec: str,
+    reward: Named,
     key: str,
     row: bytes,
     needs: list[str],
@@ -117,17 +134,25 @@ def _try(
     given: dict[str, Any] = msgspec.msgpack.decode(row)
     prompt = given.pop("prompt")
     given.pop("completion", None)
+    facts: dict[str, Any] = dict(zip(FACTS, ([0], 1, FINISH_REASONS[0]), strict=True))
     numbers = dict.fromkeys((need.partition("/")[2] for need in needs), 0.0)
 
     def wrong(what: str) -> ConfigError:
         tried = f'called with the first row of {key} and the completion "{COMPLETION}" it {what}'
-        return ConfigError(REWARD, spec, f"{tried}; with reward.probe = false it is not tried")
+        return ConfigError(reward.key, reward.spec, f"{tried}; with reward.probe = false it is not tried")
 
     late = threading.Timer(limit_s, lambda: refuse(wrong(f"took longer than reward.timeout_s = {limit_s:g} s")))
     late.daemon = True
     late.start()
     try:
-        value = reward(prompt, COMPLETION, **given, **numbers)
+        if lists := takes_lists(reward.function):
+            prompts = [given.get("messages") or prompt]
+            value = reward.function(
+                **list_arguments(reward.function, prompts, [COMPLETION], [given | numbers], [facts])
+            )
+        else:
+            positional, named = arguments(reward.function, prompt, COMPLETION, given | numbers, facts)
+            value = reward.function(*positional, **named)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
     except (Exception, SystemExit) as error:
@@ -136,12 +161,12 @@ def _try(
         raise wrong(f"raised {type(error).__name__}: {error!s:.300}{place}") from error
     finally:
         late.cancel()
-    if problem := objection(value):
+    if problem := listed(value, 1)[1] if lists else objection(value):
         raise wrong(f"returned {problem}")
 
 
 def _rows(
-    source: Any, key: str, spec: str, options: dict[str, Any], columns: dict[str, str], count: bool
+    source: Any, key: str, spec: str, options: dict[str, Any], columns: dict[str, str], chat: bool, count: bool
 ) -> tuple[int, tuple[list[str], bytes]]:
     """Return the number of rows (1 where not counted), and the columns and the encoded form of the first row."""
     try:
@@ -152,16 +177,22 @@ def _rows(
         raise ConfigError(key, spec, f"calling it failed ({type(error).__name__}: {error})") from error
     if first is None:
         raise ConfigError(key, spec, "it gave no rows")
-    return number, prompt_row(key, spec, "row 0", first, columns)
+    return number, prompt_row(key, spec, "row 0", first, columns, chat_template=chat)
 
 
-def _scores(reward: Any, spec: str, key: str, columns: list[str], needs: list[str], more: bool) -> None:
+def _scores(reward: Named, key: str, columns: list[str], needs: list[str], more: bool) -> None:
     """Check that the reward accepts its arguments for a row of ``key``."""
     check_row(needs, columns, key)
-    arguments = (*columns, *(need.partition("/")[2] for need in needs))
-    names = [name for name in arguments if name not in ("prompt", "completion")]
+    passed = (*columns, *(need.partition("/")[2] for need in needs))
+    names = [name for name in passed if name not in ("prompt", "completion")]
+    if takes_lists(reward.function):
+        offered = list_arguments(reward.function, [""], [""], [dict.fromkeys(names)], [dict.fromkeys(FACTS)])
+        given = f"lists of {', '.join(offered)}, as the rows of {key} are"
+        _takes(reward.function, reward.key, reward.spec, 0, list(offered), given, more)
+        return
+    names += [name for name in arguments(reward.function, "", "", {}, dict.fromkeys(FACTS))[1] if name not in names]
     given = f"(prompt, completion{''.join(f', {name}=...' for name in names)}), as the rows of {key} are"
-    _takes(reward, REWARD, spec, 2, names, given, more)
+    _takes(reward.function, reward.key, reward.spec, 2, names, given, more)
 
 
 def _takes(

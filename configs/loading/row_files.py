@@ -11,6 +11,9 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.extras import install
 
 PROMPT = "prompt"
+MESSAGES = "messages"
+TOOLS = "tools"
+ROLES = ("system", "user", "assistant", "tool")
 
 _json = msgspec.json.Decoder(dict[str, Any])
 _encoder = msgspec.msgpack.Encoder(order="sorted")
@@ -62,11 +65,14 @@ def _parquet(key: str, path: Path, column: str) -> Iterator[tuple[str, Any]]:
         raise ConfigError(key, str(path), f"it must be a Parquet file: {error}") from error
 
 
-def prompt_row(key: str, given: str, place: str, row: Any, columns: dict[str, str]) -> tuple[list[str], bytes]:
+def prompt_row(
+    key: str, given: str, place: str, row: Any, columns: dict[str, str], *, chat_template: bool = True
+) -> tuple[list[str], bytes]:
     """Return the columns of one prompt row under our names, and the row as it is sent.
 
-    ``columns`` maps our names to theirs; columns that a rename replaces are left out. Raises ``ConfigError`` for a row
-    that no run can use.
+    ``columns`` maps our names to theirs; columns that a rename replaces are left out. A row with messages, in
+    ``messages`` or ``prompt``, has them in ``messages``, and the text of the last user's message in ``prompt``. Raises
+    ``ConfigError`` for a row that no run can use.
     """
     if not isinstance(row, dict):
         allowed = f"{place} must be a dict of columns, it is {type(row).__name__}: {row!s:.80}"
@@ -79,6 +85,17 @@ def prompt_row(key: str, given: str, place: str, row: Any, columns: dict[str, st
     renamed = set(columns.values())
     ours = {name: value for name, value in theirs.items() if name not in renamed and name not in columns}
     ours |= {our: theirs[name] for our, name in columns.items()}
+    if isinstance(ours.get(PROMPT), list):
+        ours[MESSAGES] = ours.pop(PROMPT)
+    if MESSAGES in ours:
+        try:
+            text = _checked_messages(ours[MESSAGES], ours.get(TOOLS), chat_template=chat_template)
+        except ValueError as error:
+            raise ConfigError(key, given, f"{place}: {error}") from None
+        ours[MESSAGES] = [
+            {name: value for name, value in message.items() if value is not None} for message in ours[MESSAGES]
+        ]
+        ours.setdefault(PROMPT, text)
     if PROMPT not in ours:
         raise ConfigError(key, given, f'{place} has no column "{PROMPT}" (it has {has}); name it in prompts.columns')
     if not isinstance(ours[PROMPT], str):
@@ -87,3 +104,25 @@ def prompt_row(key: str, given: str, place: str, row: Any, columns: dict[str, st
         return list(ours), _encoder.encode(ours)
     except (TypeError, ValueError, OverflowError, msgspec.EncodeError) as error:
         raise ConfigError(key, given, f"{place} cannot be sent: {error}") from error
+
+
+def _checked_messages(messages: object, tools: object, *, chat_template: bool) -> str:
+    """Return the last user's text. ``ValueError`` unless the policy can continue these messages."""
+    if not chat_template:
+        raise ValueError("it has messages: set prompts.chat_template, or rename the column with prompts.columns")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages must be a list of at least one message, each with role and content")
+    user, role = "", ""
+    for number, given in enumerate(cast(list[object], messages)):
+        message = cast(dict[str, object], given) if isinstance(given, dict) else {}
+        role, content = str(message.get("role")), message.get("content")
+        if role not in ROLES:
+            raise ValueError(f"messages[{number}].role is {role!r}; it must be one of {', '.join(ROLES)}")
+        if not isinstance(content, str) and not (role == "assistant" and message.get("tool_calls")):
+            raise ValueError(f"messages[{number}].content must be text, it is {type(content).__name__}")
+        user = content if role == "user" and isinstance(content, str) else user
+    if role == "assistant":
+        raise ValueError("the last message has role assistant; the policy writes the next answer")
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in cast(list[object], tools))):
+        raise ValueError("tools must be a list of descriptions, each a table as in the OpenAI calls")
+    return user

@@ -8,6 +8,7 @@ from staleflow.configs.engines import ENGINES
 from staleflow.configs.errors import MISSING, ConfigError, shown
 from staleflow.configs.imports import split
 from staleflow.configs.metrics import check_metrics
+from staleflow.configs.rewards import check_components
 from staleflow.configs.rules import algorithm
 from staleflow.configs.rules.coordination import check_coordination, check_spares, samples_started
 from staleflow.configs.rules.streaming import check_pieces, check_streaming
@@ -73,13 +74,30 @@ def _prompts(config: Config) -> None:
     if prompts.path and prompts.source:
         allowed = "with prompts.source there must be only one of the two; prompts.path= leaves this one out"
         raise ConfigError("prompts.path", prompts.path, allowed)
-    if not prompts.path and not prompts.source:
+    if prompts.sources and (prompts.path or prompts.source):
+        key = "path" if prompts.path else "source"
+        allowed = f"with prompts.sources there must be only one of the two; prompts.{key}= leaves this one out"
+        raise ConfigError(f"prompts.{key}", getattr(prompts, key), allowed)
+    for place, given in enumerate(prompts.sources):
+        if bool(given.path) == bool(given.source):
+            value = f"{given.path} and {given.source}" if given.path else MISSING
+            allowed = "exactly one of it and source must be set"
+            raise ConfigError(f"prompts.sources[{place}].path", value, allowed)
+        if given.options and not given.source:
+            allowed = "these are options of source, which is missing"
+            raise ConfigError(f"prompts.sources[{place}].options", given.options, allowed)
+    if prompts.system and not prompts.chat_template:
+        allowed = "it needs prompts.chat_template = true, which formats the messages"
+        raise ConfigError("prompts.system", prompts.system, allowed)
+    if not prompts.path and not prompts.source and not prompts.sources:
         raise ConfigError("prompts.path", MISSING, "it must be a .jsonl or .parquet file, or prompts.source be set")
     if prompts.eval_path and prompts.eval_source:
         raise ConfigError("prompts.eval_path", prompts.eval_path, "with prompts.eval_source only one of the two")
-    for key, path in (("prompts.path", prompts.path), ("prompts.eval_path", prompts.eval_path)):
-        if path and not path.endswith((".jsonl", ".parquet")):
-            raise ConfigError(key, path, "it must end in .jsonl or .parquet")
+    paths = [("prompts.path", prompts.path), ("prompts.eval_path", prompts.eval_path)]
+    paths += [(f"prompts.sources[{place}].path", given.path) for place, given in enumerate(prompts.sources)]
+    for key, path in paths:
+        if path and not path.startswith("hf://") and not path.endswith((".jsonl", ".parquet")):
+            raise ConfigError(key, path, "it must end in .jsonl or .parquet, or be hf://ORGANIZATION/NAME")
     if config.trainer.eval_every and not (prompts.eval_path or prompts.eval_source):
         allowed = "it needs held-out prompts: prompts.eval_path or prompts.eval_source"
         raise ConfigError("trainer.eval_every", config.trainer.eval_every, allowed)
@@ -94,20 +112,24 @@ def import_paths(config: Config) -> dict[str, str]:
         "model.build": config.model.build,
         "prompts.source": config.prompts.source,
         "prompts.eval_source": config.prompts.eval_source,
+        **{f"prompts.sources[{place}].source": given.source for place, given in enumerate(config.prompts.sources)},
         "environment.run": config.environment.run,
         "rollout.engine": config.rollout.engine if ":" in config.rollout.engine else "",
         "reward.run": config.reward.run,
+        **{f"reward.functions[{place}].run": given.run for place, given in enumerate(config.reward.functions)},
         **{f"stage[{place}].run": stage.run for place, stage in enumerate(config.stage)},
         **algorithm.import_paths(config.trainer.algorithm),
     }
     needed = [f"stage[{place}].run" for place in range(len(config.stage))]
-    needed += [] if config.environment.run else ["reward.run"]
+    needed += [f"reward.functions[{place}].run" for place in range(len(config.reward.functions))]
+    needed += [] if config.environment.run or config.reward.functions else ["reward.run"]
     return {key: spec for key, spec in paths.items() if spec or key in needed}
 
 
 def _specs(config: Config) -> None:
     for key, spec in import_paths(config).items():
         split(spec, key)
+    check_components(config.reward)
 
 
 def _idle(config: Config) -> None:
@@ -229,9 +251,10 @@ def _gpus(config: Config) -> None:
 def check_rows(config: Config, rows: int) -> None:
     """Check that the prompts last for every step; the filter may still take some of them."""
     prompts, trainer = config.prompts, config.trainer
-    source = prompts.path or prompts.source
+    source = prompts.path or prompts.source or [given.path or given.source for given in prompts.sources]
     if rows < 1:
-        raise ConfigError("prompts.path" if prompts.path else "prompts.source", source, "it has no rows")
+        key = "path" if prompts.path else "source" if prompts.source else "sources"
+        raise ConfigError(f"prompts.{key}", source, "it has no rows")
     needed = trainer.batch_size * trainer.steps
     if prompts.epochs and rows * prompts.epochs < needed:
         allowed = (

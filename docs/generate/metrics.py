@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from docs.generate.made import MADE
-from staleflow.metrics.names import METRICS, PLACES, prometheus
+from staleflow.metrics.names import FAMILIES, METRICS, PLACES, prometheus
 
 ABOUT = {
     "is_weight": "The importance weights of the step's tokens, trainer over engine.",
@@ -40,6 +40,13 @@ def metrics() -> Iterator[str]:
         for name in names:
             yield f"| `{name}` | {METRICS[name].unit} | {METRICS[name].meaning} | `{prometheus(name)}` |"
         yield ""
+    yield "## Names of your own"
+    yield ""
+    yield "| metric | |"
+    yield "|---|---|"
+    for name, metric in FAMILIES.items():
+        yield f"| `{name}` | {metric.meaning} |"
+    yield ""
 
 
 def _prefix(name: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.load import addresses, config_sha
 from staleflow.configs.loading.prompt_rows import PromptRows, open_prompts
+from staleflow.configs.rewards import components
 from staleflow.configs.rules.algorithm import filter_of
 from staleflow.configs.rules.coordination import samples_started
 from staleflow.configs.schema import Config
@@ -73,8 +74,8 @@ async def serve_until(
     """
     where, worker = addresses(config, run_dir), worker_id(name_of(shard))
     prompts = open_prompts(config.prompts, seed=config.seed)
-    if config.reward.run:
-        check_row(config.reward.needs, prompts[0], "prompts.path" if config.prompts.path else "prompts.source")
+    if components(config.reward):
+        check_row(config.reward.needs, prompts[0], "prompts")
     store = _open_store(config, run_dir / name_of(shard), opened, slabs=slabs)
     scheduler = Client(where.scheduler, worker=worker, transport=transport)
 

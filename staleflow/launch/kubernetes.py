@@ -189,11 +189,12 @@ def outside(config: Config) -> list[str]:
         config.model.path,
         config.prompts.path,
         config.prompts.eval_path,
+        *(given.path for given in config.prompts.sources),
         config.reference.path,
         config.critic.path,
     ]
     named += [place for spec in import_paths(config).values() if is_file(place := split(spec)[0])]
-    return sorted({path for path in named if path and not path.startswith(f"{DATA}/")})
+    return sorted({path for path in named if path and not path.startswith((f"{DATA}/", "hf://"))})
 
 
 def _config(config: Config) -> str:

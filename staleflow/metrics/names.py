@@ -82,6 +82,13 @@ METRICS: Final[dict[str, Metric]] = {
     "trainer/bad_steps": Metric("steps", "steps whose loss or gradient was not finite, since the run began"),
 }
 
+FAMILIES: Final[dict[str, Metric]] = {
+    "reward/NAME": Metric("", "mean of the component NAME of the reward, before its weight (reward.functions)"),
+    "environment/NAME": Metric("", "mean of the number NAME that episodes of the environment returned"),
+    "stage/STAGE/COLUMN": Metric("", "mean of a column of a stage, over its samples or over their completion tokens"),
+}
+"""Metrics whose names come from the configuration or from user code."""
+
 
 def prometheus(name: str) -> str:
     """Return the metric's name in Prometheus."""

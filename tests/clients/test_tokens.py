@@ -9,6 +9,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
+from staleflow.clients.prompts import prompt_of  # noqa: E402
 from staleflow.clients.tokens import (  # noqa: E402
     check_same_tokens,
     check_vocabulary,
@@ -39,6 +40,56 @@ def test_a_chat_template_wraps_the_prompt_as_one_user_message(directory: Path) -
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
     assert tokenizer.decode(encoder(tokenizer, chat_template=True)("1+2").tolist()) == "1+2="
+
+
+ROLES = (
+    "{% for t in tools or [] %}{{ t['name'] }};{% endfor %}"
+    "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}+{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+"""A template that shows what it gets."""
+CHAT = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+
+
+class Noting:
+    """A tokenizer that keeps the text that it is called with."""
+
+    chat_template = ROLES
+
+    def __init__(self, tokenizer: Any) -> None:
+        tokenizer.chat_template = ROLES
+        self.apply_chat_template = tokenizer.apply_chat_template
+        self.text = ""
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        self.text = text
+        return {"input_ids": [int(add_special_tokens)]}
+
+
+def rendered(directory: Path, prompt: object, **more: str) -> str:
+    """Return the text that the template makes of a prompt."""
+    noting = Noting(open_tokenizer(directory))
+    assert encoder(noting, chat_template=True, **more)(prompt).tolist() == [0]
+    return noting.text
+
+
+def test_messages_and_tools_come_to_the_template_as_they_are(directory: Path) -> None:
+    row = {"prompt": "3", "messages": CHAT, "tools": [{"name": "add"}]}
+    assert rendered(directory, prompt_of(row)) == "add;u1+a2+u3+="
+    assert rendered(directory, prompt_of({"prompt": "3"})) == "u3+="
+
+
+def test_a_system_message_precedes_prompts_without_one_of_their_own(directory: Path) -> None:
+    own = [{"role": "system", "content": "own"}, *CHAT]
+    assert rendered(directory, "3", system="sum") == "ssum+u3+="
+    assert rendered(directory, prompt_of({"messages": CHAT}), system="sum") == "ssum+u1+a2+u3+="
+    assert rendered(directory, prompt_of({"messages": own}), system="sum") == "sown+u1+a2+u3+="
+
+
+def test_messages_that_the_template_refuses_are_named_with_its_reason(directory: Path) -> None:
+    tokenizer = open_tokenizer(directory)
+    tokenizer.chat_template = "{{ raise_exception('no tool role here') }}"
+    with pytest.raises(ValueError, match="the chat template refuses its messages: no tool role here"):
+        encoder(tokenizer, chat_template=True)("1")
 
 
 def test_a_tokenizer_without_a_chat_template_is_the_operators_error(directory: Path) -> None:

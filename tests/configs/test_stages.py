@@ -128,3 +128,59 @@ def test_a_stage_without_a_function_is_named(write: Write) -> None:
     path = write(MINIMAL + '\n[[stage]]\nname = "a"\nmakes = ["x"]\nrun = ""\n')
     with pytest.raises(ConfigError, match=r'^stage\[0\]\.run is ""; it must be module:function'):
         load(path)
+
+
+FUNCTIONS = """
+[[reward.functions]]
+run = "rewards.py:correct"
+[[reward.functions]]
+run = "my.module:f"
+name = "brief"
+weight = 0.1
+"""
+WITHOUT_RUN = MINIMAL.replace('run = "staleflow.examples.quickstart.task:reward"', "", 1)
+
+
+def test_each_reward_function_makes_a_column_that_stages_may_need(write: Write) -> None:
+    text = f"{WITHOUT_RUN}{FUNCTIONS}{STAGES}".replace('"reward/reward"]', '"reward/brief"]')
+    path = write(text)
+    config = load(path)
+    nodes = {node.name: node for node in graph(config)}
+    assert nodes["reward"].makes == ("stage/reward/reward", "stage/reward/correct", "stage/reward/brief")
+    assert nodes["mix"].needs == ("stage/judge/score", "stage/reward/brief")
+    assert config.reward.functions[0].run == f"{path.parent}/rewards.py:correct"
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            f"{MINIMAL}{FUNCTIONS}",
+            r'reward\.run is ".*task:reward"; with reward\.functions there must be only one of the',
+        ),
+        (WITHOUT_RUN, r'reward\.run is ""; it must be module:function or file\.py:function'),
+        (
+            WITHOUT_RUN + FUNCTIONS.replace('name = "brief"', 'name = "correct"'),
+            r'reward\.functions\[1\]\.name is "correct"; reward\.functions\[0\] has it already',
+        ),
+        (
+            WITHOUT_RUN + FUNCTIONS.replace('"brief"', '"mean"'),
+            r'reward\.functions\[1\]\.name is "mean"; it must be none of reward, mean, std, eval, eval_failed',
+        ),
+        (
+            WITHOUT_RUN + FUNCTIONS.replace(":correct", ":Correct"),
+            r'reward\.functions\[0\]\.name is "Correct"; it must be at most 40 lower-case letters',
+        ),
+        (
+            WITHOUT_RUN + FUNCTIONS.replace("my.module:f", "my.module"),
+            r'reward\.functions\[1\]\.run is "my\.module"; it must be module:function',
+        ),
+        (
+            WITHOUT_RUN + FUNCTIONS.replace("weight", "wieght"),
+            r"reward\.functions\[1\]\.wieght is 0\.1; there is no such key, did you mean .*weight\?",
+        ),
+    ],
+)
+def test_reward_functions_that_contradict_are_named(write: Write, given: str, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        load(write(given))

@@ -7,7 +7,7 @@ import pytest
 
 from staleflow.configs.loading.describe import tables
 from staleflow.configs.loading.explain import keys
-from staleflow.metrics.names import METRICS
+from staleflow.metrics.names import FAMILIES, METRICS
 from tests.docs.markdown import ROOT, inline, pages
 
 TABLES = {table.name for table in tables()}
@@ -16,8 +16,8 @@ KEY = re.compile(r"(\w+(?:\.\w+)+)(?: ?= ?\S.*)?")
 METRIC = re.compile(r"\w+(?:/\w+){1,2}")
 FILES = ("jsonl", "json", "key", "log", "md", "mdb", "py", "toml", "out", "part", "safetensors", "svg", "git")
 """Suffixes of file names: ``metrics.jsonl`` is no key."""
-COLUMNS = {"reward/reward"}
-"""Columns of stages, which are no metrics."""
+COLUMNS = {"reward/reward", "reward/correct", "reward/brevity", *FAMILIES}
+"""Columns of stages, and metrics whose names are the user's."""
 OURS = [page for page in pages() if page != "CHANGELOG.md"]
 
 

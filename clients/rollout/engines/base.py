@@ -3,11 +3,13 @@
 The contract has two forms. An ``Engine`` is stepped by its owner: nothing happens between two calls, and weights are
 loaded there. An ``AsyncEngine`` runs its own loop. ``EngineThread`` turns an ``Engine`` into an ``AsyncEngine``.
 
-Log-probabilities come from the engine and refer to the distribution that it sampled from:
-``log_softmax(logits / temperature)`` at the drawn token. (Greedy decoding, temperature 0, reports temperature 1.)
+Log-probabilities come from the engine and refer to the distribution that it sampled from, at the drawn token:
+``log_softmax(logits / temperature)``, after the penalty and the truncation of ``Sampling``, which every engine applies
+in the same order. (Greedy decoding, temperature 0, reports temperature 1.)
 """
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from staleflow.configs.schema import Rollout
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish
 
@@ -33,11 +36,37 @@ class LoadError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Parameters of token sampling."""
+    """Parameters of token sampling; ``dataclasses.replace`` gives those of one request.
+
+    Scores pass, in this order: ``repetition_penalty``, ``temperature``, ``min_p``, ``top_k``, ``top_p``.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     """0 selects the most likely token."""
+    top_p: float = 1.0
+    """Sample from the smallest set of most likely tokens whose probabilities add up to at least this; 1: from all."""
+    top_k: int = 0
+    """Sample from this number of most likely tokens, and from tokens as likely as the last of them; 0: from all."""
+    min_p: float = 0.0
+    """Sample from tokens that are at least this share as likely as the most likely one; 0: from all."""
+    repetition_penalty: float = 1.0
+    """Divide positive scores, and multiply negative ones, of tokens that prompt or completion contain; 1: none."""
+    stop: tuple[str, ...] = ()
+    """The first token after which the text of the completion contains one of these strings is the last token."""
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> "Sampling":
+        """Return the parameters of a run."""
+        return cls(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            repetition_penalty=rollout.repetition_penalty,
+            stop=tuple(rollout.stop),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +94,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """A finished request. If a stop token was sampled, it is the last token."""
+    """A finished request. A sampled stop token, or the token that completed a stop string, is the last token."""
 
     id: int
     segments: tuple[TokenSegment, ...]
@@ -190,7 +219,10 @@ class VersionMarks:
             self.marks.append((lineage, version, written))
 
     def cut(self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> tuple[TokenSegment, ...]:
-        """Return the segments of a trajectory as copies. Tokens before the first mark belong to no segment."""
+        """Return the segments of a trajectory as copies. Tokens before the first mark belong to no segment.
+
+        The trajectory may have been cut: marks behind its end are ignored.
+        """
         ends = [start for _, _, start in self.marks[1:]] + [len(token_ids)] * bool(self.marks)
         return tuple(
             TokenSegment(
@@ -200,7 +232,7 @@ class VersionMarks:
                 logprobs=logprobs[start:end].copy(),
             )
             for (lineage, version, start), end in zip(self.marks, ends, strict=True)
-            if end > start
+            if min(end, len(token_ids)) > start
         )
 
 
@@ -215,6 +247,7 @@ def check_request(request: Request, context: int, vocabulary: int) -> None:
     """Raise ``RequestError`` if a model of ``context`` tokens and ``vocabulary`` ids can never serve the request."""
     prompt = request.prompt_ids
     written = sum(len(segment.token_ids) for segment in request.prefix)
+    check_sampling(request.sampling)
     if len(prompt) == 0:
         raise RequestError("the prompt is empty")
     if len(prompt) + written >= context:
@@ -227,3 +260,18 @@ def check_request(request: Request, context: int, vocabulary: int) -> None:
             raise RequestError(
                 f"the {what} has token {least if least < 0 else highest}; the vocabulary has {vocabulary}"
             )
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise ``RequestError`` for the first parameter out of its range."""
+    for name, value, valid, allowed in (
+        ("max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
+        ("temperature", sampling.temperature, 0 <= sampling.temperature < math.inf, "at least 0"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", sampling.top_k, sampling.top_k >= 0, "at least 0"),
+        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "from 0 to 1"),
+        ("repetition_penalty", sampling.repetition_penalty, 0 < sampling.repetition_penalty < math.inf, "above 0"),
+        ("stop", list(sampling.stop), all(sampling.stop), "without empty strings"),
+    ):
+        if not valid:
+            raise RequestError(f"{name} is {value}; it must be {allowed}")

@@ -39,7 +39,13 @@ class RunningBatch:
         """Number of generated tokens, prefix included."""
         self.limit = np.zeros(slots, np.int64)
         self.interrupted = np.zeros(slots, np.bool_)
+        self.stopped = np.zeros(slots, np.bool_)
+        """True for rows whose text contains one of their stop strings."""
         self.temperature = np.ones(slots, np.float32)
+        self.top_p = np.ones(slots, np.float32)
+        self.top_k = np.zeros(slots, np.int64)
+        self.min_p = np.zeros(slots, np.float32)
+        self.repetition_penalty = np.ones(slots, np.float32)
         self.seed = np.zeros(slots, np.uint64)
         self.token_ids = np.zeros((slots, 64), np.int32)
         self.logprobs = np.zeros((slots, 64), np.float32)
@@ -63,8 +69,12 @@ class RunningBatch:
         self.position[row] = len(request.prompt_ids) + written - 1
         self.count[row] = written
         self.limit[row] = limit
-        self.interrupted[row] = False
+        self.interrupted[row] = self.stopped[row] = False
         self.temperature[row] = request.sampling.temperature
+        self.top_p[row] = request.sampling.top_p
+        self.top_k[row] = request.sampling.top_k
+        self.min_p[row] = request.sampling.min_p
+        self.repetition_penalty[row] = request.sampling.repetition_penalty
         self.seed[row] = request.seed & 0xFFFFFFFFFFFFFFFF
         self.requests.append(request)
         marks = VersionMarks()
@@ -92,9 +102,9 @@ class RunningBatch:
         self.position[rows] += 1
 
     def finished(self, stop_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows that ended: by a stop token, the limit, or an interrupt after at least one token."""
+        """Return the rows that ended: by a stop token or string, the limit, or an interrupt after a token."""
         size = self.size
-        ended = self.count[:size] >= self.limit[:size]
+        ended = (self.count[:size] >= self.limit[:size]) | self.stopped[:size]
         ended |= self.interrupted[:size] & (self.count[:size] > 0)
         for stop in stop_ids:
             ended |= (self.last[:size] == stop) & (self.count[:size] > 0)
@@ -103,7 +113,7 @@ class RunningBatch:
     def take(self, row: int, stop_ids: NDArray[np.int64]) -> Trajectory:
         """Return the trajectory in a row as it stands."""
         count = int(self.count[row])
-        if self.last[row] in stop_ids:
+        if self.last[row] in stop_ids or self.stopped[row]:
             finish = Finish.STOP
         elif count >= self.limit[row]:
             finish = Finish.LENGTH
@@ -127,8 +137,8 @@ class RunningBatch:
             self.marks[target] = self.marks[source]
             self._row_of[self.requests[target].id] = target
         for column in (
-            self.position, self.last, self.count, self.limit, self.interrupted, self.temperature, self.seed,
-            self.token_ids, self.logprobs,
+            self.position, self.last, self.count, self.limit, self.interrupted, self.stopped, self.temperature,
+            self.top_p, self.top_k, self.min_p, self.repetition_penalty, self.seed, self.token_ids, self.logprobs,
         ):  # fmt: skip
             column[targets] = column[sources]
         del self.requests[size:], self.marks[size:]

@@ -25,6 +25,7 @@ from staleflow.clients.rollout.episodes.env_runner import EnvironmentRunner, Epi
 from staleflow.clients.rollout.episodes.episode import Episode
 from staleflow.clients.rollout.groups import ActiveLease, Recipe, first_ended
 from staleflow.clients.user_code.process import Killed
+from staleflow.configs.rewards import components
 from staleflow.configs.schema import Config
 from staleflow.protocols.wire.stages import ENVIRONMENT
 from staleflow.protocols.wire.trajectory import GroupPayload
@@ -41,7 +42,7 @@ class Environments:
         self._template = template
         self._recipe = recipe
         self._settings = config.environment
-        self._rewarded = bool(config.reward.run)
+        self._rewarded = bool(components(config.reward))
         self._runner = EnvironmentRunner(config.environment)
         self._server = ChatServer(self._settings.host, self._settings.port, self._settings.advertise)
 

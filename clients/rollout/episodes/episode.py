@@ -13,7 +13,7 @@ is trained. ``environment.branches`` decides about the others:
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -171,7 +171,7 @@ class Episode:
             raise ChatRefused(str(error), "context_length_exceeded") from error
 
     async def _sample(self, prompt_ids: NDArray[np.int32], call: Call, seed: int) -> Trajectory:
-        sampling = Sampling(max_new_tokens=call.max_tokens, temperature=self._limits.sampling.temperature)
+        sampling = replace(self._limits.sampling, max_new_tokens=call.max_tokens, stop=self._stops(call))
         request = Request(id=request_id(), prompt_ids=prompt_ids, sampling=sampling, seed=seed)
         generating = self._generating[request.id] = asyncio.ensure_future(self._engine.generate(request))
         try:
@@ -188,7 +188,7 @@ class Episode:
     ) -> Choice:
         """Add the conversation with this answer, and return the answer."""
         keep = self._kept(call)
-        turn, text, stop = cut_at_stop(given, trajectory, call.stop, partial(self._template.text, keep=keep))
+        turn, text, stop = cut_at_stop(given, trajectory, self._stops(call), partial(self._template.text, keep=keep))
         message = self._message(call, given, text)
         branch = _Branch(base.conversation.extended(call.prompt, message), (*base.turns, turn))
         if self._limits.branches:
@@ -205,6 +205,10 @@ class Episode:
             tokens=self._token_texts(token_ids, keep) if call.logprobs else [],
             logprobs=turn.logprobs.tolist() if call.logprobs else [],
         )
+
+    def _stops(self, call: Call) -> tuple[str, ...]:
+        """Return the stop strings of a call; those of the run if it names none."""
+        return call.stop or self._limits.sampling.stop
 
     def _kept(self, call: Call) -> tuple[str, ...]:
         """Return the special tokens that the parsers of this call read."""

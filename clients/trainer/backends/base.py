@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.data.column_means import column_means
 from staleflow.clients.weights import NamedTensors
 from staleflow.protocols.consistency.ids import GroupId, Step, Version
 
@@ -144,4 +145,4 @@ def batch_values(batch: TrainBatch, gather: Callable[[NDArray[Any]], NDArray[Any
         "staleness/masked_token_ratio": masked / max(1, sampled),
         "trainer/tokens": float(trained),
         "trainer/sampled_tokens": float(sampled),
-    }
+    } | column_means(batch, gather)

@@ -60,7 +60,8 @@ class EpisodeEvaluation:
 
     async def _run(self, model: Any, stopping: Stopping) -> list[PlayedEpisode | None]:
         config, stops = self._config, stop_ids(model, self._tokenizer)
-        engine = EngineThread(TransformersEngine(model, stops, slots=config.rollout.max_inflight))
+        slots = config.rollout.max_inflight
+        engine = EngineThread(TransformersEngine(model, stops, decode=self._decode, slots=slots))
         environments = Environments(config, engine, TokenizerChatTemplate(self._tokenizer), Recipe.of(config))
         try:
             await environments.start()

@@ -1,7 +1,7 @@
 # pyright: basic, reportMissingImports=false
 """Mean reward on held-out prompts: completions of the trainer's own model, scored by the reward of the run.
 
-Engine, temperature and reward process are those of the run, so that the metric is what training optimizes. Evaluation
+Engine, sampling and reward process are those of the run, so that the metric is what training optimizes. Evaluation
 changes neither the model nor the trainer's random state. Each prompt uses the same random numbers every time, so that
 two evaluations differ only by the weights. For runs with an environment see ``episodes``.
 """
@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from staleflow.clients.rollout.engines.base import Request, RequestError, Sampling
+from staleflow.clients.prompts import prompt_of
+from staleflow.clients.rollout.engines.base import Request, RequestError, Sampling, Trajectory
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
-from staleflow.clients.stage.reward import samples
+from staleflow.clients.stage.reward import facts, samples
 from staleflow.clients.texts import tokenizer_decoder
 from staleflow.clients.tokens import encoder, open_tokenizer, stop_ids
 from staleflow.clients.trainer.backends.base import Stopped, Stopping
-from staleflow.clients.user_code.runner import RewardFailed, RewardRunner, Sample
+from staleflow.clients.user_code.rewards import RewardFailed, RewardRunner, Sample
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Version
 
@@ -48,24 +49,29 @@ class PromptEvaluation:
         self._tokenizer = open_tokenizer(directory)
         self._decode = tokenizer_decoder(directory)
         self._rows = rows
-        encode = encoder(self._tokenizer, chat_template=config.prompts.chat_template)
-        self._prompts = [encode(row["prompt"]) for row in self._rows]
+        prompts = config.prompts
+        encode = encoder(self._tokenizer, chat_template=prompts.chat_template, system=prompts.system)
+        self._prompts = [encode(prompt_of(row)) for row in self._rows]
 
     def run(self, model: Any, version: Version, stopping: Stopping) -> dict[str, float]:
         completions = self._complete(model, stopping)
-        texts = self._decode(list(completions.values()))
-        calls = [samples(self._rows[index], [text])[0] for index, text in zip(completions, texts, strict=True)]
+        texts = self._decode([trajectory.token_ids for trajectory in completions.values()])
+        calls = [
+            samples(self._rows[index], [text], known=[facts(trajectory.token_ids, trajectory.finish)])[0]
+            for (index, trajectory), text in zip(completions.items(), texts, strict=True)
+        ]
         rewards = asyncio.run(self._score(calls, stopping))
-        lengths = [len(ids) for ids in completions.values()]
+        lengths = [len(trajectory.token_ids) for trajectory in completions.values()]
         return evaluation_metrics(version, rewards, lengths, failed=len(self._rows) - len(rewards))
 
-    def _complete(self, model: Any, stopping: Stopping) -> dict[int, np.ndarray]:
+    def _complete(self, model: Any, stopping: Stopping) -> dict[int, Trajectory]:
         """Return the completion of each prompt by its number, without prompts that the model cannot read."""
         rollout = self._config.rollout
-        engine = TransformersEngine(model, stop_ids(model, self._tokenizer), slots=rollout.max_inflight)
-        sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)
+        stops = stop_ids(model, self._tokenizer)
+        engine = TransformersEngine(model, stops, decode=self._decode, slots=rollout.max_inflight)
+        sampling = Sampling.of(rollout)
         seed = first_seed(self._config)
-        submitted, finished = list[int](), dict[int, np.ndarray]()
+        submitted, finished = list[int](), dict[int, Trajectory]()
         for index, prompt_ids in enumerate(self._prompts):
             try:
                 engine.submit(Request(id=index, prompt_ids=prompt_ids, sampling=sampling, seed=seed + index))
@@ -75,7 +81,7 @@ class PromptEvaluation:
         while len(finished) < len(submitted):
             if stopping():
                 raise Stopped
-            finished.update((trajectory.id, trajectory.token_ids) for trajectory in engine.step())
+            finished.update((trajectory.id, trajectory) for trajectory in engine.step())
         return {index: finished[index] for index in submitted}
 
     async def _score(self, calls: Sequence[Sample], stopping: Stopping) -> list[float]:

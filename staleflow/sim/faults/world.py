@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
+from staleflow.clients.prompts import Encode
 from staleflow.clients.rollout import main as rollout
 from staleflow.clients.rollout.engines.base import AsyncEngine
-from staleflow.clients.rollout.worker import Encode
 from staleflow.clients.stage import main as stage_main
 from staleflow.clients.trainer import main as trainer
 from staleflow.clients.trainer.client import Fenced, TrainerClient

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers.generation import logits_process as reference
 
 from staleflow.clients.models.likelihood import token_logprobs
+from staleflow.clients.rollout.engines.base import Sampling
 
 VOCABULARY = 61
 STOP = 3
@@ -95,3 +97,29 @@ def over_kept_cache(old: Any, new: Any, prompt: list[int], written: Any, token_i
 def prompts(number: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(4, VOCABULARY, rng.integers(1, longest)).tolist() for _ in range(number)]
+
+
+def by_transformers(scores: Any, written: list[int], sampling: Sampling) -> Any:
+    """The scores of one row after the processors of ``transformers``, in the engines' order."""
+    processors: list[Any] = []
+    if sampling.repetition_penalty != 1:
+        processors.append(reference.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    processors.append(reference.TemperatureLogitsWarper(sampling.temperature))
+    if sampling.min_p:
+        processors.append(reference.MinPLogitsWarper(sampling.min_p))
+    if sampling.top_k:
+        processors.append(reference.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        processors.append(reference.TopPLogitsWarper(sampling.top_p))
+    return reference.LogitsProcessorList(processors)(torch.LongTensor([written]), scores[None])[0]
+
+
+def expected_logprobs(model: Any, prompt: list[int], token_ids: list[int], sampling: Sampling) -> list[float]:
+    """The log-probability of each token by one forward pass and the processors of ``transformers``."""
+    with torch.inference_mode():
+        scores = model(input_ids=torch.tensor([[*prompt, *token_ids]])).logits[0].float()
+    found = list[float]()
+    for place, token in enumerate(token_ids):
+        before = [*prompt, *token_ids[:place]]
+        found.append(float(by_transformers(scores[len(before) - 1], before, sampling).log_softmax(-1)[token]))
+    return found

@@ -1,6 +1,7 @@
 """A group in progress keeps its samples when it leaves an instance and another instance continues it."""
 
 import asyncio
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from staleflow.clients.rollout.groups import (
     payload,
     trajectories,
 )
+from staleflow.clients.texts import ids_as_text
 from staleflow.configs.simulation import Simulated
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
@@ -37,12 +39,12 @@ def simulated(version: int = 1, slots: int = 16) -> SimulatedEngine:
     return engine
 
 
-def transformer(version: int = 1, seed: int = 0, slots: int = 8) -> Any:
+def transformer(version: int = 1, seed: int = 0, slots: int = 8, **more: Any) -> Any:
     pytest.importorskip("torch")
     from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
     from tests.clients.rollout.engines.transformers.test_engine import build
 
-    return TransformersEngine(build("qwen3", seed), stop_ids=[1], slots=slots, lineage=0, version=version)
+    return TransformersEngine(build("qwen3", seed), stop_ids=[1], slots=slots, version=version, **more)
 
 
 def recipe(started: int = 4, most: int = 60) -> Recipe:
@@ -116,6 +118,17 @@ async def test_a_real_model_goes_on_with_the_tokens_as_they_were_first_sampled()
     for sample, (start, end) in enumerate(pairwise(starts)):
         written = slice(first[sample], first[sample] + end - start)
         np.testing.assert_array_equal(moved.logprobs[written], begun.payload.logprobs[start:end])
+
+
+async def test_a_group_that_moved_continues_with_the_same_sampling() -> None:
+    """Penalty and stop strings depend on the tokens that the earlier instance wrote."""
+    sampling = Sampling(max_new_tokens=24, top_p=0.9, top_k=20, min_p=0.01, repetition_penalty=1.5, stop=("7 ",))
+    how = replace(recipe(), sampling=sampling)
+    stayed = await Scene(transformer(decode=ids_as_text), how).done()
+    begun = await Scene(transformer(decode=ids_as_text), how).left_after(steps=4)
+    moved = await Scene(transformer(decode=ids_as_text), how, lease=9, begun=begun).done()
+    same(moved, stayed, but="logprobs")
+    np.testing.assert_allclose(moved.logprobs, stayed.logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["simulated", "transformers"])

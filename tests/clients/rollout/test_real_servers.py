@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from staleflow.clients.attachment import attach
+from staleflow.clients.prompts import Encode
 from staleflow.clients.rollout import main
 from staleflow.clients.rollout.engines.base import Trajectory
 from staleflow.clients.rollout.engines.simulated import SimulatedEngine
 from staleflow.clients.rollout.engines.thread import EngineThread
-from staleflow.clients.rollout.worker import Encode
 from staleflow.clients.weights import Publisher
 from staleflow.configs.loading.load import addresses, read_run, write_resolved
 from staleflow.configs.schema import Config, Model, Prompts, Reward, Rollout, Scheduler

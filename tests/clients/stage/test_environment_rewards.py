@@ -8,7 +8,7 @@ import pytest
 from staleflow.clients.stage.reward import RewardStage
 from staleflow.clients.stage.worker import Failed, StageGroup, StageOutcome
 from staleflow.clients.texts import ids_as_text
-from staleflow.clients.user_code.runner import RewardRunner
+from staleflow.clients.user_code.rewards import RewardRunner
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.trajectory import GroupPayload
 

@@ -154,3 +154,38 @@ def reads_stdin(prompt: str, completion: str) -> float:
 
 def told(prompt: str, completion: str, *, other: float) -> float:
     return other
+
+
+def by_trl(
+    completions: list[str], prompts: list[str] | None = None, answer: list[str] | None = None, **kwargs: Any
+) -> list[float | None]:
+    """A function with TRL's signature. None: the sample has no reward of this kind."""
+    assert prompts is not None
+    assert answer is not None
+    assert sorted(kwargs) == ["completion_ids", "completion_tokens", "finish_reason"]
+    return [
+        None if not text else float(prompt + text == wanted)
+        for prompt, text, wanted in zip(prompts, completions, answer, strict=True)
+    ]
+
+
+def contents(completions: list[list[dict[str, str]]], prompts: list[Any]) -> list[float]:
+    both = zip(prompts, completions, strict=True)
+    return [float(prompt[-1]["content"] + text[0]["content"] == "ab") for prompt, text in both]
+
+
+async def later(completions: list[str], completion_tokens: list[int], **columns: Any) -> list[float]:
+    await asyncio.sleep(0.01)
+    return [float(tokens) for tokens in completion_tokens]
+
+
+def too_few(completions: list[str]) -> list[float]:
+    return [1.0]
+
+
+def one_number(completions: list[str]) -> float:
+    return 1.0
+
+
+def brief(prompt: str, completion: str, completion_tokens: int, finish_reason: str, **columns: Any) -> float:
+    return -float(completion_tokens) if finish_reason == "stop" else -10.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.clients.user_code.runner import RewardFailed, RewardRunner, Sample
+from staleflow.clients.user_code.rewards import RewardFailed, RewardRunner, Sample
 from staleflow.configs.errors import ConfigError
 
 REWARDS = Path(__file__).parent / "rewards.py"
@@ -226,7 +226,7 @@ def test_the_child_ends_with_a_parent_that_is_killed_and_so_does_what_it_started
 PARENT = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from staleflow.clients.user_code.runner import RewardRunner, Sample
+from staleflow.clients.user_code.rewards import RewardRunner, Sample
 
 async def main():
     runner = RewardRunner(sys.argv[1], timeout_s=60, retries=0, concurrency=1)

@@ -111,13 +111,13 @@ def test_a_bad_value_is_named_with_what_is_allowed(write: Write, override: str, 
 
 
 def test_a_key_like_no_other_is_answered_with_those_that_exist(write: Write) -> None:
-    with pytest.raises(ConfigError, match=r"reward\.zzz is 1; there is no such key; allowed here: run, workers,"):
+    with pytest.raises(ConfigError, match=r"reward\.zzz is 1; there is no such key; allowed here: run, functions,"):
         load(write(), ["reward.zzz=1"])
 
 
 def test_a_missing_key_is_named(write: Write) -> None:
-    with pytest.raises(ConfigError, match=r"reward\.run is missing; it must be a printable string"):
-        load(write("[prompts]\n[reward]\n"))
+    with pytest.raises(ConfigError, match=r"reward is missing; it must be a table with run, functions"):
+        load(write("[prompts]\n"))
     with pytest.raises(ConfigError, match=r"prompts is missing; it must be a table with path, source"):
         load(write(""))
 

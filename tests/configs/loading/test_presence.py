@@ -278,6 +278,35 @@ def test_a_reward_is_called_once_with_the_first_row_and_zeros_for_what_stages_ma
     assert (tmp_path / "calls").read_text() == "1+1= 42 2 0.0|"
 
 
+LISTS = """
+def fine(completions, answer, **kwargs): return [1.0] * len(completions)
+def strict(completions): return [1.0]
+def number(completions, **kwargs): return 1.0
+def brief(prompt, completion, completion_tokens, finish_reason, **columns):
+    return float(completion_tokens + (finish_reason == "stop"))
+"""
+
+
+def test_each_reward_function_is_called_once_as_in_a_run(write: Write, tmp_path: Path) -> None:
+    judge = tmp_path / "lists.py"
+    judge.write_text(LISTS)
+
+    def given(*names: str) -> tuple[str, str]:
+        entries = ", ".join(f'{{run = "{judge}:{name}"}}' for name in names)
+        return 'reward.run=""', f"reward.functions=[{entries}]"
+
+    present(load(write(MINIMAL), given("fine", "brief")))
+    assert refused(write, *given("fine", "number")) == (
+        f'reward.functions[1].run is "{judge}:number"; called with the first row of prompts.source and the completion '
+        '"42" it returned 1.0; it must be a list of 1 numbers, one for each of the completions; with reward.probe = '
+        "false it is not tried"
+    )
+    assert refused(write, *given("strict")) == (
+        f'reward.functions[0].run is "{judge}:strict"; it is called with lists of completions, answer, as the rows of '
+        "prompts.source are, but got an unexpected keyword argument 'answer'"
+    )
+
+
 def test_parquet_rows_are_counted(write: Write, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

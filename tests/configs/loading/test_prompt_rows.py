@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.loading.prompt_rows import open_eval_prompts, open_prompts
-from staleflow.configs.schema import Prompts
+from staleflow.configs.loading.load import load
+from staleflow.configs.loading.presence import present
+from staleflow.configs.loading.prompt_rows import open_eval_prompts, open_prompts, shares
+from staleflow.configs.schema import Prompts, PromptSource
+from tests.configs.conftest import Write
 
 ROWS: list[dict[str, Any]] = [{"question": f"{n} + 1", "answer": n + 1, "tags": ["sum"]} for n in range(5)]
 COLUMNS = {"prompt": "question"}
@@ -130,3 +133,127 @@ def test_a_bad_function_is_named_with_what_went_wrong(tmp_path: Path, body: str,
 def test_exactly_one_source_must_be_given() -> None:
     with pytest.raises(ConfigError, match=r"exactly one of it and prompts\.source must be set"):
         open_prompts(Prompts(), seed=0)
+
+
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "And 2+2?"},
+]
+
+
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+def test_rows_of_messages_keep_them_and_have_the_last_question_as_prompt(tmp_path: Path, column: str) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    path = jsonl(tmp_path / "chat.jsonl", json.dumps({column: CHAT, "tools": tools, "answer": "4"}))
+    rows = open_prompts(Prompts(path=path, chat_template=True), seed=0)
+    assert rows[0] == {"prompt": "And 2+2?", "messages": CHAT, "tools": tools, "answer": "4"}
+
+
+def test_messages_of_parquet_lose_the_empty_fields_that_it_adds(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b", "tool_call_id": "1"}]
+    parquet.write_table(arrow.Table.from_pylist([{"messages": messages}]), tmp_path / "chat.parquet")
+    rows = open_prompts(Prompts(path=str(tmp_path / "chat.parquet"), chat_template=True), seed=0)
+    assert rows[0]["messages"] == messages
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": []}, "messages must be a list of at least one message, each with role and content"),
+        ({"messages": "hello"}, "messages must be a list of at least one message"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role is 'robot'; it must be one of system, u"),
+        ({"messages": [*CHAT, "a"]}, "messages[4].role is 'None'; it must be one of system, user, assistant, tool"),
+        ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content must be text, it is int"),
+        ({"messages": CHAT[:3]}, "the last message has role assistant; the policy writes the next answer"),
+        ({"messages": CHAT, "tools": "add"}, "tools must be a list of descriptions"),
+    ],
+)
+def test_messages_that_the_policy_cannot_continue_are_named(tmp_path: Path, row: dict[str, Any], says: str) -> None:
+    path = jsonl(tmp_path / "chat.jsonl", json.dumps(row))
+    with pytest.raises(ConfigError) as error:
+        open_prompts(Prompts(path=path, chat_template=True), seed=0)
+    assert str(error.value).startswith(f'prompts.path is "{path}"; line 1: {says}')
+
+
+def test_messages_need_a_chat_template(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "chat.jsonl", json.dumps({"messages": CHAT}))
+    with pytest.raises(ConfigError, match=r"line 1: it has messages: set prompts\.chat_template, or rename the column"):
+        open_prompts(Prompts(path=path), seed=0)
+
+
+def test_several_sources_have_their_shares_and_every_row(tmp_path: Path) -> None:
+    few = jsonl(tmp_path / "few.jsonl", *(json.dumps({"prompt": f"few {n}"}) for n in range(3)))
+    source = module(tmp_path, "def rows(seed, n):\n    return [{'prompt': f'many {k}'} for k in range(n)]\n")
+    given = Prompts(
+        sources=[PromptSource(path=few, weight=1.0), PromptSource(source=source, options={"n": 14}, weight=2.0)]
+    )
+    rows = open_prompts(given, seed=0)
+    texts = [rows[row]["prompt"] for row in range(len(rows))]
+    assert texts == [f"few {n % 3}" for n in range(7)] + [f"many {n}" for n in range(14)]
+    assert open_prompts(given, seed=0).sha == rows.sha
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights", "counts"),
+    [
+        ([3, 3], [1.0, 1.0], [3, 3]),
+        ([10, 2], [1.0, 1.0], [10, 10]),
+        ([10, 2], [5.0, 1.0], [10, 2]),
+        ([10, 2], [1.0, 3.0], [10, 30]),
+        ([7], [0.5], [7]),
+        ([1000, 1], [1000.0, 0.1], [10_000, 1]),
+    ],
+)
+def test_a_pass_has_every_row_and_each_source_its_share(
+    rows: list[int], weights: list[float], counts: list[int]
+) -> None:
+    assert shares(rows, weights) == counts
+
+
+def test_weights_that_would_repeat_rows_without_end_are_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"prompts\.sources\.weight is \[0\.001, 1000\.0\]; a pass .* at most 50000000"
+    ):
+        shares([100, 1], [0.001, 1000.0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["prompts.sources=[{path='/a.jsonl'}]"],
+            r"prompts\.source is .*; with prompts\.sources there must be only one",
+        ),
+        (["prompts.source=", "prompts.sources=[{}]"], r"prompts\.sources\[0\]\.path is missing; exactly one of it and"),
+        (
+            ["prompts.source=", "prompts.sources=[{path='/a.csv'}]"],
+            r'prompts\.sources\[0\]\.path is "/a\.csv"; it must end in \.jsonl or \.parquet',
+        ),
+        (
+            ["prompts.source=", "prompts.sources=[{path='/a.jsonl', options={n=1}}]"],
+            r"prompts\.sources\[0\]\.options is .*; these are options of source, which is missing",
+        ),
+        (
+            ["prompts.source=", "prompts.sources=[{source='a.b'}]"],
+            r'prompts\.sources\[0\]\.source is "a\.b"; it must be module:function',
+        ),
+        (["prompts.system=Be brief."], r"prompts\.system is \"Be brief\.\"; it needs prompts\.chat_template = true"),
+    ],
+)
+def test_keys_of_prompts_that_contradict_are_named(write: Write, overrides: list[str], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        load(write(), overrides)
+
+
+def test_sources_are_checked_and_counted_before_a_run(write: Write, tmp_path: Path) -> None:
+    few = jsonl(tmp_path / "few.jsonl", '{"prompt": "1+1=", "answer": "2"}', '{"prompt": "2+2=", "answer": "4"}')
+    body = "def rows(seed, limit):\n    return [{'prompt': str(n), 'answer': ''} for n in range(limit)]\n"
+    sources = f"prompts.sources=[{{path='{few}'}}, {{source='{module(tmp_path, body)}', options={{limit=5}}}}]"
+    given = ["prompts.source=", sources, "prompts.epochs=1"]
+    with pytest.raises(ConfigError, match=r"10 rows x 1 give 10 groups, but"):
+        present(load(write(), given))
+    present(load(write(), [*given, "trainer.batch_size=2", "trainer.steps=5"]))

@@ -4,8 +4,8 @@
 A step is one forward pass with one token of each running trajectory. Queued requests join before it, in one pass over
 their prompts that reads each distinct prompt once, whatever its number of samples. Weights change between two steps
 only. Running trajectories continue over the keys and values of older weights, and their segments record the versions.
-With ``recompute``, the new weights rebuild the cache first. Log-probabilities refer to the distribution sampled from,
-``log_softmax(logits / temperature)``, in float32.
+With ``recompute``, the new weights rebuild the cache first. ``sampling`` has the distribution that tokens are drawn
+from, in float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,10 +27,12 @@ from staleflow.clients.rollout.engines.base import (
 from staleflow.clients.rollout.engines.load_weights import copy_weights
 from staleflow.clients.rollout.engines.queue import RequestQueue
 from staleflow.clients.rollout.engines.running_batch import RunningBatch, uniforms
+from staleflow.clients.rollout.engines.stop_strings import StopStrings
 from staleflow.clients.rollout.engines.transformers.grouped_attention import serving
 from staleflow.clients.rollout.engines.transformers.kv_cache import SlotCache
 from staleflow.clients.rollout.engines.transformers.masks import DecodeMasks
-from staleflow.clients.rollout.engines.transformers.sampling import draw
+from staleflow.clients.rollout.engines.transformers.sampling import RowSampling, draw
+from staleflow.clients.texts import Decode
 from staleflow.protocols.consistency.ids import Lineage, Version
 
 MAX_PREFILL_TOKENS = 16_384
@@ -43,9 +45,8 @@ JOIN_FRACTION = 8
 class TransformersEngine:
     """An ``Engine`` over a model object that the caller owns; the model is in eval mode only during a step.
 
-    ``stop_ids``: tokens that end a trajectory. ``context``: maximum number of tokens of prompt and completion
-    together, by default the model's own limit.
-    own limit when it is not given.
+    ``stop_ids``: tokens that end a trajectory. ``decode``: converts completions to text, for requests with stop
+    strings. ``context``: maximum number of tokens of prompt and completion together, by default the model's own limit.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class TransformersEngine:
         model: Any,
         stop_ids: Sequence[int],
         *,
+        decode: Decode | None = None,
         slots: int = 64,
         context: int = 0,
         recompute: bool = False,
@@ -67,6 +69,7 @@ class TransformersEngine:
         self.joining = True
         self._recompute = recompute
         self._stop_ids = np.array(sorted(set(stop_ids)), np.int64)
+        self._decode_text = decode
         self._rows = RunningBatch(slots)
         self._waiting = RequestQueue()
         self._masks = DecodeMasks(model)
@@ -77,6 +80,8 @@ class TransformersEngine:
     def submit(self, request: Request) -> None:
         """Queue a request. ``RequestError`` names the invalid part."""
         check_request(request, self.context, self.vocabulary)
+        if request.sampling.stop and self._decode_text is None:
+            raise RequestError(f"stop is {list(request.sampling.stop)}; this engine has no tokenizer to read text with")
         self._waiting.append(request)
 
     @torch.inference_mode()
@@ -211,9 +216,33 @@ class TransformersEngine:
     def _draw(self, first: int, logits: torch.Tensor) -> None:
         rows = self._rows
         here = slice(first, rows.size)
-        token_ids, logprobs = draw(logits, rows.temperature[here], uniforms(rows.seed[here], rows.count[here]))
+        sampling = RowSampling(
+            temperature=rows.temperature[here],
+            top_p=rows.top_p[here],
+            top_k=rows.top_k[here],
+            min_p=rows.min_p[here],
+            repetition_penalty=rows.repetition_penalty[here],
+            written=[self._written(row) for row in range(first, rows.size)],
+        )
+        token_ids, logprobs = draw(logits, sampling, uniforms(rows.seed[here], rows.count[here]))
         rows.write(first, rows.size, token_ids, logprobs)
         self._generated += rows.size - first
+        self._find_stop_strings(first)
+
+    def _written(self, row: int) -> np.ndarray:
+        """Return the tokens of a row that a repetition penalty applies to."""
+        rows = self._rows
+        if rows.repetition_penalty[row] == 1:
+            return np.empty(0, np.int32)
+        return np.concatenate((rows.requests[row].prompt_ids, rows.token_ids[row, : rows.count[row]]))
+
+    def _find_stop_strings(self, first: int) -> None:
+        """Mark the rows whose newest token completes one of their stop strings."""
+        rows, decode = self._rows, self._decode_text
+        for row in range(first, rows.size):
+            if decode is not None and (stops := rows.requests[row].sampling.stop):
+                count = int(rows.count[row])
+                rows.stopped[row] = StopStrings(stops, decode).end(rows.token_ids[row, :count], count - 1) > 0
 
     def _leave(self) -> list[Trajectory]:
         ended = self._rows.finished(self._stop_ids)

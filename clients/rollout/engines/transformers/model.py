@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from staleflow.clients.prompts import Encode
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
-from staleflow.clients.tokens import Encode, check_vocabulary, encoder, open_tokenizer, stop_ids
+from staleflow.clients.texts import tokenizer_decoder
+from staleflow.clients.tokens import check_vocabulary, encoder, open_tokenizer, stop_ids
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.presence import check_model_dir
 from staleflow.configs.schema import Config
@@ -28,12 +30,13 @@ def open_model(directory: Path, dtype: str, threads: int = 1) -> Any:
 def open_transformers(config: Config, directory: Path) -> tuple[TransformersEngine, Encode]:
     """Return the engine and the tokenizer of a run's model directory."""
     tokenizer = open_tokenizer(directory)
-    encode = encoder(tokenizer, chat_template=config.prompts.chat_template)
+    encode = encoder(tokenizer, chat_template=config.prompts.chat_template, system=config.prompts.system)
     model = open_model(directory, config.model.dtype, config.rollout.threads)
     check_vocabulary(tokenizer, model)
     engine = TransformersEngine(
         model,
         stop_ids(model, tokenizer),
+        decode=tokenizer_decoder(directory),
         slots=config.rollout.max_inflight,
         recompute=config.rollout.on_update == "recompute",
     )

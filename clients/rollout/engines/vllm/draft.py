@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from staleflow.clients.rollout.engines.base import EngineError, Request, Trajectory, VersionMarks, prefix_tokens
+from staleflow.clients.rollout.engines.stop_strings import StopStrings
+from staleflow.clients.texts import Decode
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish
 
@@ -21,8 +23,9 @@ GOLDEN = 0x9E3779B97F4A7C15
 class Draft:
     """Tokens, log-probabilities and versions of a request so far."""
 
-    def __init__(self, request: Request, context: int) -> None:
+    def __init__(self, request: Request, context: int, decode: Decode) -> None:
         token_ids, logprobs = prefix_tokens(request.prefix)
+        self._stop_strings = StopStrings(request.sampling.stop, decode)
         self.request = request
         self.limit = min(request.sampling.max_new_tokens, context - len(request.prompt_ids))
         self.token_ids: list[int] = token_ids.tolist()
@@ -35,6 +38,8 @@ class Draft:
         """Minimum number of tokens that the attempt must generate before a cut."""
         self.retry = False
         """The current attempt was aborted and another follows."""
+        self.stopped_at = 0
+        """Number of tokens up to the one that completed a stop string; 0 if none did. Later tokens are discarded."""
         self.task: asyncio.Task[Trajectory] | None = None
         self._attempt_start = len(self.token_ids)
         self._finish = Finish.INTERRUPTED
@@ -77,12 +82,14 @@ class Draft:
 
     def take(self, completion: Any) -> None:
         """Append the attempt's next tokens; the last output also carries the version of each token."""
-        new = list(completion.token_ids)
+        checked, new = len(self.token_ids), list(completion.token_ids)
         logprobs = list(completion.logprobs.logprobs) if new else []
         if len(logprobs) != len(new):
             raise EngineError(f"vLLM gave {len(logprobs)} log-probabilities for {len(new)} tokens")
         self.token_ids += new
         self.logprobs += logprobs
+        if new and not self.stopped_at:
+            self.stopped_at = self._stop_strings.end(np.array(self.token_ids, np.int32), checked)
         if completion.finish_reason is not None:
             self._end(completion)
 
@@ -92,6 +99,8 @@ class Draft:
         self._finish = FINISHES[completion.finish_reason]
         if self._finish is Finish.LENGTH and len(self.token_ids) < self.limit:
             self._finish = Finish.INTERRUPTED
+        if self.stopped_at:
+            self._finish = Finish.STOP
         if self._finish is not Finish.INTERRUPTED or (self.cut and self.enough):
             self.retry = False  # the attempt finished before the abort took effect
         if self.written_here and completion.weight_versions is None:
@@ -102,8 +111,9 @@ class Draft:
 
     def trajectory(self) -> Trajectory:
         """Return the trajectory. Raise ``EngineError`` if a log-probability is not finite."""
-        logprobs = np.array(self.logprobs, np.float32)
+        end = self.stopped_at or len(self.token_ids)
+        logprobs = np.array(self.logprobs[:end], np.float32)
         if not np.isfinite(logprobs).all():
             raise EngineError("the model's scores are not finite; its weights are corrupt")
-        segments = self._marks.cut(np.array(self.token_ids, np.int32), logprobs)
+        segments = self._marks.cut(np.array(self.token_ids[:end], np.int32), logprobs)
         return Trajectory(id=self.request.id, segments=segments, finish=self._finish)

@@ -36,6 +36,7 @@ from staleflow.clients.rollout.engines.load_weights import check_weights, one_na
 from staleflow.clients.rollout.engines.vllm.counters import Counters
 from staleflow.clients.rollout.engines.vllm.draft import Draft
 from staleflow.clients.rollout.engines.vllm.weights import Parcel, parcels
+from staleflow.clients.texts import Decode
 from staleflow.protocols.consistency.ids import Lineage, Version
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ class VllmEngine:
     """Owns ``llm``, which reports its statistics to ``counters``. Create it inside a running event loop.
 
     ``model``: the ``transformers`` model whose tensors are published (it may be on ``meta``). ``stop_ids``: tokens
-    that end a trajectory. ``context``: maximum number of tokens of prompt and completion together.
+    that end a trajectory. ``decode``: converts completions to text, to find stop strings. ``context``: maximum number
+    of tokens of prompt and completion together.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class VllmEngine:
         counters: Counters,
         model: Any,
         stop_ids: Sequence[int],
+        decode: Decode,
         *,
         context: int,
         on_update: OnUpdate = "keep",
@@ -71,6 +74,7 @@ class VllmEngine:
         self._counters = counters
         self._model = model
         self._stop_ids = sorted(set(stop_ids))
+        self._decode = decode
         self._on_update = on_update
         self._drafts: dict[int, Draft] = {}
         self._names = itertools.count()
@@ -97,7 +101,7 @@ class VllmEngine:
         if self.failure.done():
             raise EngineError("the engine has failed")
         check_request(request, self.context, self.vocabulary)
-        draft = Draft(request, self.context)
+        draft = Draft(request, self.context, self._decode)
         self._drafts[request.id] = draft
         self._busy()
         draft.task = asyncio.ensure_future(self._write(draft))
@@ -198,13 +202,23 @@ class VllmEngine:
         async with contextlib.aclosing(self._llm.generate(prompt, self._params(draft), draft.attempt_id)) as outputs:
             async for output in outputs:
                 draft.take(output.outputs[0])
-                if draft.cut and not output.finished and not draft.retry:
+                if (draft.cut or draft.stopped_at) and not output.finished and not draft.retry:
                     await self._llm.abort(draft.attempt_id)
 
     def _params(self, draft: Draft) -> SamplingParams:
+        """Return vLLM's parameters of an attempt.
+
+        vLLM has no tokenizer here, so the draft finds stop strings. A later attempt has earlier tokens in its prompt:
+        the repetition penalty covers prompt and output alike, vLLM's presence and frequency penalties only the output.
+        """
+        sampling = draft.request.sampling
         return SamplingParams(
             max_tokens=draft.room(),
-            temperature=draft.request.sampling.temperature,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
             seed=draft.seed(),
             stop_token_ids=self._stop_ids,
             ignore_eos=True,  # stop_ids alone decides which tokens end a trajectory

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from staleflow.clients.prompts import Encode
 from staleflow.clients.rollout.engines.base import EngineError
 from staleflow.clients.rollout.engines.vllm.package import advice, open_package, prepare
 from staleflow.clients.rollout.engines.vllm.plugin import BACKEND, register
-from staleflow.clients.tokens import Encode, check_vocabulary, encoder, open_tokenizer, stop_ids
+from staleflow.clients.texts import tokenizer_decoder
+from staleflow.clients.tokens import check_vocabulary, encoder, open_tokenizer, stop_ids
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.presence import check_model_dir
 from staleflow.configs.schema import Config
@@ -33,7 +35,7 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
     prepare(config.rollout.threads, cpu=cpu)
     open_package()
     tokenizer = open_tokenizer(directory)
-    encode = encoder(tokenizer, chat_template=config.prompts.chat_template)
+    encode = encoder(tokenizer, chat_template=config.prompts.chat_template, system=config.prompts.system)
     model = skeleton(directory, config.model.dtype)
     check_vocabulary(tokenizer, model)
     context = context_of(model, config.rollout.vllm.max_model_len)
@@ -46,7 +48,13 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
 
     llm, counters = await asyncio.to_thread(start_engine, config, directory, context, cpu=cpu)
     engine = VllmEngine(
-        llm, counters, model, stop_ids(model, tokenizer), context=context, on_update=config.rollout.on_update
+        llm,
+        counters,
+        model,
+        stop_ids(model, tokenizer),
+        tokenizer_decoder(directory),
+        context=context,
+        on_update=config.rollout.on_update,
     )
     try:
         await engine.start()

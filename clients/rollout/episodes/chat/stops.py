@@ -19,7 +19,8 @@ def cut_at_stop(
     """Return the turn, its text up to the first stop string, and that string.
 
     The end of a text is a function of the tokens up to there, so later tokens can be discarded without changing the
-    probabilities of the earlier ones. The engine only knows token ids and therefore generates them first.
+    probabilities of the earlier ones. An engine that cuts at stop strings itself
+    omits special tokens there, which ``decode`` may keep.
     """
     token_ids, text = trajectory.token_ids, decode(trajectory.token_ids)
     if not any(stop in text for stop in stops):

@@ -64,6 +64,10 @@ def model_of(version: int) -> Any:
     return Qwen3ForCausalLM(config).eval()
 
 
+def decode(completions: list[Any]) -> list[str]:
+    return [TokenizerChatTemplate(TOKENIZER).text(ids) for ids in completions]
+
+
 class Heard:
     """An episode, with the tokens that its environment wrote between the turns."""
 
@@ -89,7 +93,7 @@ async def play(
     seed: int, temperature: float, turns: list[tuple[str, int, str | None, bool]]
 ) -> tuple[GroupPayload, list[Heard]]:
     """Play two episodes of these turns (tool's answer, max_tokens, stop, whether new weights precede the turn)."""
-    engine = TransformersEngine(model_of(0), [EOS_ID], slots=4, version=0)
+    engine = TransformersEngine(model_of(0), [EOS_ID], decode=decode, slots=4, version=0)
     runner = EngineThread(engine)
     try:
         both = [Heard(runner, temperature, seed + sample) for sample in range(2)]

@@ -1,15 +1,20 @@
 """Members become columns, and columns become micro-batches."""
 
+import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from staleflow.clients.models.passes import padded_passes
 from staleflow.clients.trainer.backends.base import batch_values
 from staleflow.clients.trainer.data.batch import FetchedGroup, assemble
+from staleflow.clients.trainer.data.column_means import column_means
 from staleflow.clients.trainer.data.fetch import MAX_REQUEST_GROUPS, next_request
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.protocols.wire.messages import MemberRef
@@ -172,3 +177,45 @@ def test_a_request_has_a_member_however_large_it_is_and_no_more_than_a_message_m
     many = deque(member(g) for g in range(MAX_REQUEST_GROUPS + 1))
     assert len(next_request(many, 1 << 30)) == MAX_REQUEST_GROUPS
     assert len(many) == 1
+
+
+def test_each_column_of_a_stage_has_a_metric_of_its_mean() -> None:
+    first, second = two_versions(), payload(1, [2, 1], prompt=1)
+    first.stages |= {
+        "stage/reward/brief": np.array([-1.0, -2.0], np.float32),
+        "stage/environment/turns": np.array([2.0, 4.0], np.float32),
+        "stage/judge/weights:token": np.array([1, 2, 3, 6], np.float32),
+    }
+    second.stages["stage/reward/brief"] = np.array([-4.0, -5.0], np.float32)
+    made = assemble(
+        header(7), [FetchedGroup(group=GroupId(g), row={}, payload=p) for g, p in ((4, first), (5, second))]
+    )
+    values = batch_values(made)
+    assert values["reward/brief"] == -3.0
+    assert values["environment/turns"] == 3.0  # only one of the groups has it
+    assert values["stage/judge/weights"] == pytest.approx(12 / 7)
+    assert "reward/reward" not in values
+
+
+def test_a_rank_takes_part_in_columns_that_only_another_rank_has() -> None:
+    """Two ranks gather at the same time; a call that only one of them made would break the barrier."""
+    payloads = [two_versions(), payload(1, [2, 1], prompt=1)]
+    payloads[1].stages["stage/environment/turns"] = np.array([2.0, 4.0], np.float32)
+    payloads[0].stages["stage/judge/weights:token"] = np.ones(payloads[0].num_tokens, np.float32)
+    barrier, sent = threading.Barrier(2, timeout=30), dict[int, NDArray[Any]]()
+
+    def rank(number: int) -> dict[str, float]:
+        def gather(column: NDArray[Any]) -> NDArray[Any]:
+            sent[number] = column
+            barrier.wait()
+            whole: NDArray[Any] = np.concatenate([sent[0], sent[1]])
+            barrier.wait()
+            return whole
+
+        made = assemble(header(7), [FetchedGroup(group=GroupId(4), row={}, payload=payloads[number])])
+        return column_means(made, gather)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(rank, range(2))
+    assert first == second
+    assert first == {"environment/turns": 3.0, "stage/judge/weights": 1.0}

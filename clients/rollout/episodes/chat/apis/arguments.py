@@ -18,12 +18,12 @@ OF_THE_RUN = 'it must be {0!r}, the value of the run (environment.sampling_argum
 
 SAMPLING: Final[Mapping[str, Callable[[Sampling], tuple[object, ...]]]] = {
     "temperature": lambda sampling: (sampling.temperature,),
-    "top_p": lambda _: (1,),
-    "top_k": lambda _: (-1, 0),
-    "min_p": lambda _: (0,),
+    "top_p": lambda sampling: (sampling.top_p,),
+    "top_k": lambda sampling: (sampling.top_k,) if sampling.top_k else (-1, 0),
+    "min_p": lambda sampling: (sampling.min_p,),
     "presence_penalty": lambda _: (0,),
     "frequency_penalty": lambda _: (0,),
-    "repetition_penalty": lambda _: (1,),
+    "repetition_penalty": lambda sampling: (sampling.repetition_penalty,),
     "logit_bias": lambda _: ({},),
     "seed": lambda _: (None,),
 }

@@ -32,6 +32,7 @@ from staleflow.clients.rollout.engines.base import (
     Trajectory,
 )
 from staleflow.clients.rollout.engines.vllm.model import open_vllm
+from staleflow.clients.texts import ids_as_text
 from staleflow.configs.schema import Config, Model, Prompts, Reward, Rollout, Vllm
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish
@@ -39,6 +40,7 @@ from tests.clients.rollout.fidelity import (
     STOP,
     VOCABULARY,
     build,
+    expected_logprobs,
     over_kept_cache,
     prompts,
     published,
@@ -98,7 +100,13 @@ async def make(opened: Any) -> AsyncIterator[Make]:
     async def one(model: Any, on_update: str = "keep", kind: Any = None, stop_ids: Sequence[int] = ()) -> Any:
         await opened._llm.reset_prefix_cache()
         engine = (kind or type(opened))(
-            opened._llm, opened._counters, opened._model, stop_ids, context=opened.context, on_update=on_update
+            opened._llm,
+            opened._counters,
+            opened._model,
+            stop_ids,
+            opened._decode,
+            context=opened.context,
+            on_update=on_update,
         )
         made.append(engine)
         await engine.load(published(model), Lineage(0), Version(0))
@@ -112,7 +120,8 @@ async def make(opened: Any) -> AsyncIterator[Make]:
 
 
 def ask(id: int, prompt: list[int], tokens: int = 20, seed: int | None = None, **more: Any) -> Request:
-    sampling = Sampling(max_new_tokens=tokens, temperature=more.pop("temperature", 1.0))
+    chosen = {name: more.pop(name) for name in Sampling.__dataclass_fields__ if name in more}
+    sampling = Sampling(max_new_tokens=tokens, **chosen)
     return Request(
         id=id, prompt_ids=np.array(prompt, np.int32), sampling=sampling, seed=id if seed is None else seed, **more
     )
@@ -170,6 +179,60 @@ async def test_the_same_seed_gives_the_same_tokens_whoever_else_is_in_the_batch(
     assert [a.token_ids.tolist() for a in alone] == [c.token_ids.tolist() for c in crowded[:3]]
     again = await asyncio.gather(*(engine.generate(ask(id, [7, 8], 12, seed=id)) for id in range(6)))
     assert len({tuple(sample.token_ids.tolist()) for sample in again}) > 3
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_p": 0.6},
+        {"top_k": 4, "temperature": 1.4},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.6},
+        {"top_p": 0.9, "top_k": 12, "min_p": 0.05, "repetition_penalty": 1.2, "temperature": 1.2},
+    ],
+)
+async def test_log_probabilities_are_those_of_the_truncated_and_penalised_distribution(
+    make: Make, sampling: dict[str, Any]
+) -> None:
+    """The transformers engine samples from the same distribution, so both engines can serve one run."""
+    model = build()
+    engine = await make(model)
+    asked = [ask(id, prompt, 20, **sampling) for id, prompt in enumerate(prompts(6))]
+    for request, sample in zip(asked, await asyncio.gather(*map(engine.generate, asked)), strict=True):
+        prompt, ids = request.prompt_ids.tolist(), sample.token_ids.tolist()
+        expected = expected_logprobs(model, prompt, ids, request.sampling)
+        np.testing.assert_allclose(sample.logprobs, expected, atol=1e-2)
+
+
+async def test_a_penalty_also_covers_tokens_of_before_an_update(make: Make) -> None:
+    """A request that moves, or that is submitted again, has its earlier tokens in vLLM's prompt."""
+    model = build()
+    engine = await make(model)
+    first = await engine.generate(ask(0, [5, 6], 8, repetition_penalty=2.0))
+    request = ask(1, [5, 6], 20, repetition_penalty=2.0, prefix=first.segments)
+    sample = await engine.generate(request)
+    assert sample.token_ids[:8].tolist() == first.token_ids.tolist()
+    expected = expected_logprobs(model, [5, 6], sample.token_ids.tolist(), request.sampling)
+    np.testing.assert_allclose(sample.logprobs, expected, atol=1e-2)
+
+
+async def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(opened: Any, make: Make) -> None:
+    """Tokens that the engine core wrote behind it are discarded, and the other requests continue."""
+    engine = await make(build())
+    whole = await asyncio.gather(*(engine.generate(ask(id, [5, 6, id + 7], 60)) for id in range(4)))
+    texts = opened._decode([sample.token_ids for sample in whole])
+    stops = [text[n : n + 3] for text, n in zip(texts, (0, 4, 20, 30), strict=True)]
+    cut = await asyncio.gather(
+        *(engine.generate(ask(id, [5, 6, id + 7], 60, stop=("??", stop))) for id, stop in enumerate(stops))
+    )
+    for sample, text, stop, ended in zip(whole, texts, stops, cut, strict=True):
+        written = [opened._decode([sample.token_ids[:count]])[0] for count in range(1, 61)]
+        end = 1 + next(count for count, start in enumerate(written) if stop in start)
+        assert stop in text
+        assert ended.token_ids.tolist() == sample.token_ids[:end].tolist()
+        assert ended.finish is Finish.STOP
+        assert versions(ended) == [(0, end)]
+        np.testing.assert_allclose(ended.logprobs, sample.logprobs[:end], atol=1e-3)
 
 
 async def test_greedy_decoding_takes_the_most_likely_token_and_reports_temperature_one(make: Make) -> None:
@@ -470,7 +533,7 @@ async def test_a_load_shows_as_stuck_while_a_parcel_hangs_and_not_while_it_gets_
         shutdown=lambda timeout: None,
     )
     llm: Any = core
-    engine: Any = VllmEngine(llm, counters, model, [], context=512)
+    engine: Any = VllmEngine(llm, counters, model, [], ids_as_text, context=512)
     engine._drafts[0] = SimpleNamespace(attempt_id="", task=None)
     engine._busy()
     monkeypatch.setattr(vllm_weights, "MAX_SPOOL_BYTES", 1)
