@@ -23,13 +23,14 @@ is one auditor; the format is stable, so that anyone can write another.
 ## File format
 
 - One compact JSON object per line, in UTF-8. A line feed ends each line.
-- The scheduler commits a line to its store in the same transaction as the state change. The file may lag the store,
-  but never leads it. Nothing deletes or rotates lines.
+- The scheduler commits a line to its store in the same transaction as the state change. The file may lag the store
+  but does not lead it, except after a power failure without `durability = "power"`. Nothing deletes or rotates lines.
 - The trace continues across restarts of the scheduler. Each start is an incarnation and begins with an `open` line.
 - Readers accept unknown events and unknown fields of known events. `schema` rises when a field changes; it is
   {SCHEMA}.
-- Integers lie between -2^50 and 2^50, and numbers between 0 and 2^50, so that a 64-bit float holds them exactly.
-  `bytes`, `shard`, and the values that a peer reported (`pull`, `reject`) may be any 64-bit integer.
+- A field of type *integer* lies between -2^50 and 2^50, so that a 64-bit float holds it exactly; a *number* lies
+  between 0 and 2^50. Exceptions: `t`, `m`, `bytes`, `shard`, and the values that a peer reported (`pull`, `reject`)
+  may be any 64-bit integer.
 
 Every line starts with the common fields, in this order. The fields of its event follow, in the order of the tables
 below, and `h` is the last field:
