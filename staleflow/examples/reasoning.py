@@ -2,7 +2,7 @@
 """Tasks of reasoning-gym as prompts, and its own scores as rewards.
 
 Each row carries its whole reasoning-gym entry as JSON in the column ``entry``, because a score may need the metadata.
-Whether a question is held out depends on the question alone, by a checksum of its text, so that training and held-out
+A checksum of its text alone decides whether a question is held out, so that training and held-out
 rows never mix, whatever their seeds.
 """
 
@@ -67,7 +67,7 @@ def _rows(
 
 
 def _filled(template: str, entry: dict[str, Any]) -> str:
-    fields = {"question": entry["question"], **entry["metadata"]}
+    fields = {**entry["metadata"], "question": entry["question"]}
     try:
         return template.format_map(fields)
     except (KeyError, IndexError, ValueError) as error:

@@ -35,7 +35,7 @@ def build(directory: Path, seed: int, *, end_with: Sequence[str] = ()) -> None:
     dequantise(directory, 0, package=version(PACKAGE), gguf=version("gguf"))
     tokenizer = AutoTokenizer.from_pretrained(directory)
     generation = GenerationConfig.from_pretrained(directory)
-    generation.eos_token_id = [tokenizer.eos_token_id, *(_token(tokenizer, text) for text in end_with)]
+    generation.eos_token_id = [tokenizer.eos_token_id, *(token_id(tokenizer, text) for text in end_with)]
     generation.save_pretrained(directory)
 
 
@@ -53,7 +53,8 @@ def dequantise(directory: Path, seed: int, *, package: str, gguf: str) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def _token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+def token_id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """Return the id of a text that is one token."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1:
         raise ValueError(f"end_with: {text!r} is {len(ids)} tokens; each of them must be one token")

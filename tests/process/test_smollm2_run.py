@@ -50,12 +50,13 @@ def test_a_pretrained_model_is_trained_end_to_end(run_dir: Path) -> None:
 
 
 @needs_model
-@pytest.mark.slow
-def test_an_end_of_several_tokens_is_refused(tmp_path: Path) -> None:
-    from staleflow.examples.smollm2 import build
+def test_an_end_of_several_tokens_is_refused() -> None:
+    from staleflow.examples.quickstart.model import character_tokenizer
+    from staleflow.examples.smollm2 import token_id
 
-    with pytest.raises(ValueError, match=r"end_with: 'the end' is 2 tokens; each of them must be one token"):
-        build(tmp_path / "model", 0, end_with=["the end"])
+    assert token_id(character_tokenizer(), "+") == character_tokenizer().get_vocab()["+"]
+    with pytest.raises(ValueError, match=r"end_with: '12' is 2 tokens; each of them must be one token"):
+        token_id(character_tokenizer(), "12")
 
 
 HIDE = """
