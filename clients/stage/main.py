@@ -14,6 +14,7 @@ from staleflow.clients.stage.user_stage import user_stage
 from staleflow.clients.stage.worker import Stage, StageWorker
 from staleflow.clients.texts import Decode, ids_as_text, tokenizer_decoder
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.loading.hub import locate_model
 from staleflow.configs.loading.load import config_sha, model_dir
 from staleflow.configs.rules.checks import needs_model
 from staleflow.configs.schema import Config
@@ -164,7 +165,7 @@ def open_judge(config: Config, run_dir: Path, stage: str) -> Judge:
     """Load the model of a stage. Raise ``ConfigError`` if it cannot be loaded."""
     initial, trainer = model_dir(config, run_dir), config.trainer
     own = {REFERENCE: config.reference.path, CRITIC: config.critic.path}[stage]
-    directory = Path(own) if own else initial
+    directory = locate_model(own, f"{stage}.path") if own else initial
     if own:
         from staleflow.clients.tokens import check_same_tokens
 

@@ -1,7 +1,7 @@
 """Loading of a frozen ``Config`` from a TOML file and overrides, and its storage in a run directory.
 
 A relative path in a file is relative to the file's directory, one in an override to the working directory. A loaded
-configuration has only absolute paths. Every error is a ``ConfigError``.
+configuration has only absolute paths, and hub ids of models. Every error is a ``ConfigError``.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ from staleflow.configs.errors import MISSING, ConfigError
 from staleflow.configs.imports import is_file
 from staleflow.configs.loading import overrides as dotted
 from staleflow.configs.loading.explain import decode
+from staleflow.configs.loading.hub import is_hub_id
 from staleflow.configs.loading.hub_files import is_hub
 from staleflow.configs.loading.toml import dumps
 from staleflow.configs.rules.checks import consistent
@@ -32,6 +33,7 @@ _PATHS = (
     *(("model", "path"), ("prompts", "path"), ("prompts", "eval_path"), ("reference", "path"), ("critic", "path")),
     *(("rollout.simulated", "trace"), ("security", "keys"), ("metrics", "token")),
 )
+_MODELS = (("model", "path"), ("reference", "path"), ("critic", "path"))
 _SPECS = (
     *(("model", "build"), ("prompts", "source"), ("prompts", "eval_source"), ("environment", "run"), ("reward", "run")),
     *(("trainer.algorithm", "advantage"), ("trainer.algorithm", "loss")),
@@ -95,6 +97,8 @@ def _absolute(table: dict[str, Any], base: Path) -> dict[str, Any]:
         if not isinstance(text, str) or not text:
             continue
         what = ".".join((*above, key))
+        if (section, key) in _MODELS and is_hub_id(text) and not (base / text).exists():
+            continue  # each machine looks it up in its own cache
         text = str(_under(base, text, what)) if (section, key) in _PATHS else _spec_under(base, text, what)
         table = dotted.apply(table, [((*above, key), text)])
     for list_key in _LISTS:
@@ -244,8 +248,12 @@ def read_run(run_dir: Path) -> Config:
 
 
 def model_dir(config: Config, run_dir: Path) -> Path:
-    """Return the model directory that every process of the run loads."""
-    return Path(config.model.path) if config.model.path else run_dir / "model"
+    """Return the model directory that every process of the run loads.
+
+    For a hub id it is the link in the run directory, so that a resumed run keeps the revision of its first start.
+    """
+    path = config.model.path
+    return Path(path) if path and not is_hub_id(path) else run_dir / "model"
 
 
 def difference(left: Config, right: Config) -> tuple[str, object, object] | None:

@@ -10,6 +10,7 @@ from typing import Any
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading import probe
 from staleflow.configs.loading.extras import install
+from staleflow.configs.loading.hub import locate_model
 from staleflow.configs.loading.hub_files import hub_files, is_hub
 from staleflow.configs.loading.length_trace import read_lengths
 from staleflow.configs.loading.prompt_rows import read_prompts, shares
@@ -49,10 +50,10 @@ def present(config: Config, ask: Probe = probe.ask, count_gpus: Callable[[], int
     check_packages(config)
     check_gpus(config, count_gpus)
     if config.model.path:
-        check_model_dir(Path(config.model.path))
+        check_model_dir(locate_model(config.model.path))
     for key, path in (("reference.path", config.reference.path), ("critic.path", config.critic.path)):
         if path:
-            check_model_dir(Path(path), key)
+            check_model_dir(locate_model(path, key), key)
     files = _prompt_files(config)
     first = {key: _first_row(key, path, config.prompts) for key, path in files.items()}
     if config.rollout.engine == "simulated" and config.rollout.simulated.trace:

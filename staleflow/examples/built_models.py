@@ -19,7 +19,10 @@ from typing import Any, TypeVar, cast
 Build = TypeVar("Build", bound=Callable[..., None])
 
 MAX_MODELS = 8
-"""Models that are kept, about 2.5 MB each; the one that was used longest ago is deleted first."""
+"""Models that are kept; the one that was used longest ago is deleted first."""
+
+MAX_BYTES = 2 * 10**9
+"""Size of all of them. The newest is kept even if it is larger."""
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +79,9 @@ def _keep(directory: Path, entry: Path) -> None:
             partial.rename(entry)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    models = sorted(
-        (path for path in entry.parent.iterdir() if path.name[0] != "."), key=lambda path: path.stat().st_mtime
-    )
-    for old in models[:-MAX_MODELS]:
-        shutil.rmtree(old, ignore_errors=True)
+    models = [path for path in entry.parent.iterdir() if path.name[0] != "."]
+    total = 0
+    for number, model in enumerate(sorted(models, key=lambda path: path.stat().st_mtime, reverse=True)):
+        total += sum(path.stat().st_size for path in model.rglob("*"))
+        if number and (number >= MAX_MODELS or total > MAX_BYTES):
+            shutil.rmtree(model, ignore_errors=True)

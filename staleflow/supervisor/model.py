@@ -15,6 +15,7 @@ from pathlib import Path
 from staleflow.configs.durable_files import make_folder, replace_durably, sync_path
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.imports import load_object
+from staleflow.configs.loading.hub import locate_model
 from staleflow.configs.loading.load import read_run
 from staleflow.configs.loading.presence import check_model_dir
 from staleflow.configs.rules.checks import needs_model
@@ -55,8 +56,9 @@ def ensure(config: Config, run_dir: Path) -> None:
         if target.exists():
             return
         if config.model.path:
-            check_model_dir(Path(config.model.path))
-            target.symlink_to(config.model.path, target_is_directory=True)
+            directory = locate_model(config.model.path)
+            check_model_dir(directory)
+            target.symlink_to(directory, target_is_directory=True)
             sync_path(run_dir)
         else:
             _build(config, target)

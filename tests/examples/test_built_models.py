@@ -58,6 +58,22 @@ def test_the_oldest_models_are_deleted(tmp_path: Path) -> None:
     assert len(BUILT) == MAX_MODELS + 3
 
 
+def test_large_models_are_deleted_before_there_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(tmp_path / "a", 0)
+    size = sum(path.stat().st_size for path in folder().rglob("config.json"))
+    monkeypatch.setattr(built_models, "MAX_BYTES", 2 * size + 1)
+    for seed in range(1, 4):
+        build(tmp_path / f"m{seed}", seed)
+        for number, path in enumerate(sorted(folder().iterdir(), key=lambda path: path.stat().st_mtime)):
+            os.utime(path, (number, number))
+    assert len(list(folder().iterdir())) == 2
+    monkeypatch.setattr(built_models, "MAX_BYTES", 1)
+    build(tmp_path / "last", 4)
+    assert len(list(folder().iterdir())) == 1
+    build(tmp_path / "again", 4)
+    assert BUILT == [0, 1, 2, 3, 4]
+
+
 def test_a_cache_that_cannot_be_written_costs_no_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
