@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -278,7 +278,7 @@ def test_a_commit_that_raises_an_unexpected_error_leaves_no_line_in_the_trace(
     lines, real = table.interpreter.trace.path.read_bytes(), table.store.write
 
     @contextmanager
-    def failing() -> Iterator[MemoryWrite]:
+    def failing() -> Generator[MemoryWrite]:
         with real() as txn:
             yield txn
             raise RuntimeError("the transaction failed in a way that no store names")
