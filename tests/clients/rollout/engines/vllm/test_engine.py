@@ -622,7 +622,7 @@ async def test_bfloat16_untied_and_fused_weights_load_and_what_breaks_is_told(tm
             await engine.failure
         with pytest.raises(EngineError, match="has failed"):
             await engine.generate(ask(1, [5, 6], 3))
-        again = type(engine)(engine._llm, engine._counters, engine._model, [], context=engine.context)
+        again = type(engine)(engine._llm, engine._counters, engine._model, [], engine._decode, context=engine.context)
         await again.load(published(learner), Lineage(0), Version(4))
         (core,) = engine._llm.engine_core.resources.engine_manager.processes
         assert os.getpgid(core.pid) == core.pid  # Ctrl-C in a terminal must not reach it
