@@ -19,7 +19,7 @@ def test_a_key_is_told_with_what_it_may_be_and_what_it_is(cli: Cli) -> None:
 
 
 def test_a_key_that_must_be_set_says_so(cli: Cli) -> None:
-    assert cli("explain", "reward.run").out.splitlines()[0] == "reward.run  a string; must be set"
+    assert cli("explain", "stage.run").out.splitlines()[0] == "stage.run  a string; must be set"
 
 
 def test_a_table_is_told_with_all_of_its_keys(cli: Cli) -> None:
@@ -39,7 +39,7 @@ def test_the_last_part_of_a_key_is_enough(cli: Cli) -> None:
 
 def test_without_a_key_every_table_is_named(cli: Cli) -> None:
     named = [line for line in cli("explain").out.splitlines() if line.startswith("[")]
-    assert named[:3] == ["[model]", "[prompts]", "[environment]"]
+    assert named[:4] == ["[model]", "[prompts]", "[prompts.sources]", "[environment]"]
     assert "[rollout.vllm]" in named
 
 

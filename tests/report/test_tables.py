@@ -44,8 +44,11 @@ def test_a_group_has_its_story(tmp_path: Path) -> None:
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
     assert set(dir(staleflow)) == {
-        *("BadVersion", "ConfigError", "Fenced", "ModelLimits", "NoBatch", "Refused", "Unavailable"),
-        *("Result", "Run", "Trace", "TrainerClient", "connect", "load", "run", "__version__"),
+        *("BadVersion", "ConfigError", "Fenced", "LeaseError", "LoadError", "NoBatch", "Refused", "StageError"),
+        *("Result", "Run", "Trace", "Unavailable", "connect", "external", "load", "run", "__version__"),
+        *("RolloutClient", "StageClient", "TrainerClient"),
+        *("AsyncRolloutClient", "AsyncStageClient", "AsyncTrainerClient"),
+        *("InstanceStats", "Lease", "ModelLimits", "PulledVersion", "Sample", "Sampling", "StageGroup"),
     }
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         staleflow.nothing  # noqa: B018

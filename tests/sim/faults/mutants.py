@@ -47,6 +47,7 @@ from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.ledger.training import Training
+from staleflow.servers.scheduler.prompts.tries import GroupTries
 from staleflow.servers.scheduler.status.deadlock import Deadlock
 from staleflow.servers.scheduler.workers.attachments import Attachments
 from staleflow.servers.scheduler.workers.pull_reports import PullReports
@@ -880,8 +881,8 @@ MUTANTS = (
     ),
     Mutant(
         "failures of a prompt are not counted",
-        Backoff,
-        "_count_failure",
+        GroupTries,
+        "add",
         _does_nothing,
         _rules("PROGRESS"),
         ("slow disk", "a stage worker fails everything"),
