@@ -9,7 +9,7 @@ rows never mix, whatever their seeds.
 import functools
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 try:
@@ -53,8 +53,8 @@ def is_held_out(question: str) -> bool:
 
 @functools.cache
 def _score(dataset: str) -> Callable[[str, dict[str, Any]], float]:
-    score: Any = reasoning_gym.get_score_answer_fn(dataset)  # annotated there as a function without arguments
-    return score
+    # annotated there as a function without arguments
+    return cast(Callable[[str, dict[str, Any]], float], reasoning_gym.get_score_answer_fn(dataset))
 
 
 def _rows(
