@@ -283,7 +283,7 @@ class Shard:
         for key in keys:
             if (stored := self.holdings.find(key)) is not None and stored.phase is Phase.STAGING:
                 if (more := self._log_limit.due()) is not None:
-                    log.error("group %d given up: %s%s", key.group, detail, more)
+                    log.error("group %d released: %s%s", key.group, detail, more)
                 self._release(stored, ReleaseWhy.ABORTED, detail)
 
     def _commit_columns(self) -> None:

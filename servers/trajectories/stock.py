@@ -1,6 +1,6 @@
 """Compare a shard with the ledger: a disk may have been lost, a record damaged.
 
-Consumes the groups that the ledger expects of the shard, page by page. Missing groups are given up, and their prompts
+Consumes the groups that the ledger expects of the shard, page by page. Missing groups are abandoned, and their prompts
 are generated again. Waits inside one call at a time.
 """
 
@@ -35,4 +35,4 @@ async def take_stock(scheduler: Client, shard: Shard) -> None:
         lost += sum(await asyncio.gather(*missing))
         after = expected.groups[-1]
     if lost:
-        log.error("%d groups that had been pushed are missing from the store and were given up", lost)
+        log.error("%d groups that had been pushed are missing from the store and were abandoned", lost)
