@@ -208,7 +208,11 @@ class Why:
         if counts["pushed"] and missing:
             return f"; no {' and no '.join(missing)} worker is attached"
         if not counts["leased"] and not counts["pushed"] and not self._interpreter.prompts.num_left():
-            return "; the prompts are used up"
+            if not self._interpreter.prompts.is_open():
+                return "; the prompts are used up"
+            waits = "it waits for prompts: none is submitted"
+            clients = any(process.alive and process.role == "prompts" for process in self._registry.processes())
+            return f"; {waits}" if clients else f"; {waits}, and no client is attached that submits any"
         if not counts["leased"] and all(instance.stats.version < 0 for instance in self._instances):
             return "; no instance has loaded weights yet"
         return ""
