@@ -71,8 +71,7 @@ def _model(config: Config) -> None:
 
 def _prompts(config: Config) -> None:
     prompts = config.prompts
-    if prompts.submitted:
-        _submitted(prompts)
+    _submitted(prompts)
     if prompts.path and prompts.source:
         allowed = "with prompts.source there must be only one of the two; prompts.path= leaves this one out"
         raise ConfigError("prompts.path", prompts.path, allowed)
@@ -109,7 +108,14 @@ def _prompts(config: Config) -> None:
 
 
 def _submitted(prompts: Prompts) -> None:
-    """Check that clients are the only source of prompts."""
+    """Check that submitted prompts have no other source, and others no limits of submissions."""
+    if not prompts.submitted:
+        for key in ("max_pending", "max_row_bytes"):
+            value, default = getattr(prompts, key), getattr(Prompts(), key)
+            if value != default:
+                allowed = f"it is for prompts.submitted = true; leave it at {default}"
+                raise ConfigError(f"prompts.{key}", value, allowed)
+        return
     for key in ("path", "source", "sources", "epochs"):
         if value := getattr(prompts, key):
             allowed = "with prompts.submitted clients submit the rows, each for one group; leave it out"
