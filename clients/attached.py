@@ -79,7 +79,7 @@ class AttachedClient:
 
 
 class Attachable(Protocol):
-    """What a blocking client needs of the asyncio client that it wraps."""
+    """The part of an asyncio client that its blocking form uses."""
 
     name: str
 

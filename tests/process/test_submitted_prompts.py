@@ -1,5 +1,6 @@
 """A client submits the prompts of a real run whose scheduler and trainer are killed: every row is trained once."""
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -36,6 +37,13 @@ def trained(run: Run) -> Counter[int]:
             case _:
                 pass
     return Counter(row for its in steps.values() for row in its)
+
+
+def test_the_page_shows_the_example() -> None:
+    example = ROOT / "staleflow" / "examples" / "curriculum.py"
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
+    _, _, code = example.read_text().partition('"""\n\n')
+    assert next(block for block in blocks if "PromptClient" in block) == code
 
 
 def test_every_row_is_trained_once_although_the_scheduler_and_the_trainer_are_killed(run_dir: Path) -> None:

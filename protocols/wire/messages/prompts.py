@@ -1,4 +1,4 @@
-"""Messages to the scheduler: prompts that clients submit at run time, and what became of them."""
+"""Messages to the scheduler: prompts that clients submit at run time, and their outcomes."""
 
 from enum import StrEnum
 from typing import Any
@@ -54,7 +54,7 @@ class SubmittedRows(Message, frozen=True, kw_only=True):
 
 
 class RowResult(StrEnum):
-    """What became of a row."""
+    """The end of a row."""
 
     TRAINED = "trained"
     FILTERED = "filtered"

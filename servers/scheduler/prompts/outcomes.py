@@ -1,4 +1,4 @@
-"""What becomes of submitted rows: the outcome of each is recorded, and a row whose group was lost returns.
+"""Outcomes of submitted rows: record each of them, and return a row whose group was lost to the queue.
 
 The ledger drops groups although nothing is wrong with their prompts, for example those that an abandoned version wrote.
 The id of a dropped group never returns, so its row returns to the queue under the id of another group.
