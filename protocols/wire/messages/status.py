@@ -228,7 +228,8 @@ class SchedulerStatus(Status, frozen=True, kw_only=True):
     why: str = ""
     """Sentence on what the run waits for."""
     trainer_waits: str = ""
-    """Cause of the trainer's wait (servers, workers, older groups, stages or engines); empty if it does not wait."""
+    """Cause of the trainer's wait (servers, workers, older groups, prompts, stages or engines); empty if it does not
+    wait."""
     staleness: Ages = Ages()
     recent: tuple[dict[str, Any], ...] = ()
     """Noteworthy lines of the trace, newest last."""
