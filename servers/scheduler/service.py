@@ -85,6 +85,8 @@ _SERVED_AFTER_CLOSE = (
     messages.GetOutcomes,
 )
 """Requests that are served after the trace is closed: they change no traced state."""
+_SERVED_WITHOUT_STORE = (messages.Report, messages.GetSubmittedRows, messages.GetOutcomes)
+"""Requests that are served while the store accepts no writes."""
 MAX_WHY_CHARS = 200
 """Maximum length of the reason of a drain: it is stored."""
 _REQUEUED = (ReleaseWhy.EXPIRED, ReleaseWhy.ABORTED, ReleaseWhy.OVERDUE, ReleaseWhy.ROLLBACK)
@@ -283,7 +285,7 @@ class Service:
         handler = self._handlers.get(kind)
         if handler is None:
             self._replies.refuse(call, Code.MALFORMED, f"the scheduler does not handle {kind.__name__}")
-        elif self._interpreter.failed and kind is not messages.Report:
+        elif self._interpreter.failed and kind not in _SERVED_WITHOUT_STORE:
             call.refuse(Code.BUSY, f"the scheduler's {trouble(self._interpreter.full)}", RETRY_MS)
         elif self.phase.closed and kind in _ACKED_AFTER_CLOSE:
             call.reply(Done())

@@ -286,7 +286,7 @@ class TrajectoriesStatus(Status, frozen=True, kw_only=True):
     unregistered: int
     """Number of reports that the scheduler has not acknowledged."""
     rows: int = 0
-    """Number of prompts."""
+    """Number of prompts; the maximum number if clients submit them."""
     partials: int = 0
     """Number of groups whose samples are stored for a move."""
 

@@ -27,6 +27,8 @@ from staleflow.servers.scheduler.prompts.submissions import Submissions, digest,
 from staleflow.servers.scheduler.state import SchedulerState
 
 MAX_ID_BYTES = 200
+MAX_DETAIL = 500
+"""Maximum characters of the reason why a row is refused: it names the columns of the row."""
 MAX_STORE_SHARE = 0.5
 """Used share of the store beyond which no rows are accepted: the rest is for the ledger, which must never wait for
 rows."""
@@ -66,7 +68,7 @@ class PromptRequests:
             encoded = [self._encode(body.id, place, row) for place, row in enumerate(body.rows)]
         except ConfigError as error:
             code = Code.OVERSIZE if error.what == "prompts.max_row_bytes" else Code.MALFORMED
-            self._replies.refuse(call, code, f"submission {body.id}: {error.allowed}")
+            self._replies.refuse(call, code, f"submission {body.id}: {error.allowed[:MAX_DETAIL]}")
             return
         sha, known = digest(encoded, last=body.last), rows.find(body.id)
         if known is not None and known.sha != sha:
