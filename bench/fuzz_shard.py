@@ -25,6 +25,7 @@ from staleflow.protocols.wire.tensors import specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.servers.runner import Tasks
 from staleflow.servers.trajectories.main import make_service
+from staleflow.servers.trajectories.prompts import LoadedPrompts
 from staleflow.servers.trajectories.records import Key, parse_push
 from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.store import TABLES, TrajectoryStore, unpack_verified
@@ -69,7 +70,8 @@ class ShardTarget:
 
     def __init__(self, folder: Path, random: Random) -> None:
         self._folder, self._random = folder, random
-        self._prompts = PromptRows([msgspec.msgpack.encode({"prompt": f"{n} + 1", "answer": n}) for n in range(9)])
+        rows = [msgspec.msgpack.encode({"prompt": f"{n} + 1", "answer": n}) for n in range(9)]
+        self._prompts = LoadedPrompts(PromptRows(rows))
         self._last = 0
         self._pushed: dict[Key, str] = {}
         """Recently offered payloads, and the sha256 of each."""

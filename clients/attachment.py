@@ -17,10 +17,11 @@ from staleflow.net.security import client_sockets
 from staleflow.net.transport import Transport
 from staleflow.process import readiness
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.wire.messages import Attach, AttachReply
+from staleflow.protocols.wire.messages import Attach, AttachReply, Detach, Done
 
 log = logging.getLogger(__name__)
 
+DETACH_TIMEOUT_S = 1.0
 NOTICE_DELAY_S = 2.0
 """Time without a reply after which the log names the address that this process waits for."""
 
@@ -56,6 +57,14 @@ async def attach(scheduler: Client, request: Attach, *, parameters: bool = False
         attempt += 1
         log.info("waiting for the other servers of the run to attach")
         await asyncio.sleep(backoff.delay_s(attempt))
+
+
+async def detach(scheduler: Client, request: Detach) -> None:
+    """Leave the run; nothing depends on the reply."""
+    try:
+        await scheduler.ask(request, Done, timeout_s=DETACH_TIMEOUT_S)
+    except (Refused, Unavailable) as error:
+        log.info("the scheduler did not receive the detach message: %s", error)
 
 
 def locate(run: Path | str, role: Role, transport: Transport | None) -> tuple[str, Transport]:

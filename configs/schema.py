@@ -65,7 +65,7 @@ class PromptSource(Section, frozen=True, kw_only=True):
 
 
 class Prompts(Section, frozen=True, kw_only=True):
-    """The source of the prompts. Set exactly one of ``path``, ``source`` and ``sources``."""
+    """The source of the prompts. Set exactly one of ``path``, ``source``, ``sources`` and ``submitted``."""
 
     path: Text = ""
     """A .jsonl or .parquet file with one prompt a row; or ``hf://ORGANIZATION/NAME``, a dataset in the local cache of
@@ -76,6 +76,14 @@ class Prompts(Section, frozen=True, kw_only=True):
     sources: list[PromptSource] = field(default_factory=list[PromptSource])
     """Several sources in place of one, mixed by their weights. A pass over the rows has every row at least once, and
     repeats rows of the sources that would otherwise have less than their share."""
+    submitted: bool = False
+    """Clients submit the rows while the run is active, each for one group (``staleflow.PromptClient``). The run waits
+    while there are none. ``epochs`` has no effect."""
+    max_pending: Groups = 4096
+    """``submitted``: maximum number of rows that no rollout worker has taken yet. Further submissions wait."""
+    max_row_bytes: Annotated[int, Meta(ge=1, le=8 << 20)] = 1 << 20
+    """``submitted``: maximum size of a row in bytes; larger ones are refused. Rows lie in the scheduler's store until
+    no checkpoint needs them, see ``scheduler.map_mb``."""
     eval_path: Text = ""
     """File of held-out prompts, in the format of ``path``."""
     eval_source: Text = ""

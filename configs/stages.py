@@ -27,7 +27,8 @@ from staleflow.protocols.wire.stages import (
 
 RESERVED: Final = (
     *(REWARD, REFERENCE, CRITIC, short_name(ENVIRONMENT).strip("/"), "stage"),
-    *("rollout", "trainer", "scheduler", "trajectories", "parameters", "model", "relay", "monitor", "admin", "engine"),
+    *("rollout", "trainer", "scheduler", "trajectories", "parameters", "model", "relay", "prompts", "monitor"),
+    *("admin", "engine"),
 )
 """Names of other processes, and of columns that do not come from a user's stage."""
 

@@ -1,8 +1,8 @@
 """Reinforcement learning post-training that never learns from data older than the bound you asked for.
 
-The public API consists of ``load``, ``run``, ``connect``, ``Trace``, the clients of workers (``TrainerClient``,
-``RolloutClient``, ``StageClient``), their results (``Run``, ``Result``) and the errors that they raise; see
-docs/python.md for examples.
+The public API consists of ``load``, ``run``, ``connect``, ``Trace``, the clients of a run (``TrainerClient``,
+``RolloutClient``, ``StageClient``, ``PromptClient``), their results (``Run``, ``Result``) and the errors that they
+raise; see docs/python.md for examples.
 """
 
 from importlib import import_module
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from staleflow.api import Result, Run, Trace, connect, run
+    from staleflow.clients.prompt_client import AsyncPromptClient, PromptClient, PromptError
     from staleflow.clients.rollout.client import AsyncRolloutClient, RolloutClient
     from staleflow.clients.rollout.engines.base import LoadError, Sampling
     from staleflow.clients.rollout.samples import Lease, LeaseError, Sample
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
     from staleflow.configs.errors import ConfigError
     from staleflow.configs.loading.load import load
     from staleflow.net.errors import Refused, Unavailable
-    from staleflow.protocols.wire.messages import InstanceStats, ModelLimits
+    from staleflow.protocols.wire.messages import InstanceStats, ModelLimits, Outcome, RowResult
 
 __all__ = [
+    "AsyncPromptClient",
     "AsyncRolloutClient",
     "AsyncStageClient",
     "AsyncTrainerClient",
@@ -37,10 +39,14 @@ __all__ = [
     "LoadError",
     "ModelLimits",
     "NoBatch",
+    "Outcome",
+    "PromptClient",
+    "PromptError",
     "PulledVersion",
     "Refused",
     "Result",
     "RolloutClient",
+    "RowResult",
     "Run",
     "Sample",
     "Sampling",
@@ -59,9 +65,14 @@ __version__ = "0.1.0"
 
 _TRAINER, _ERRORS = "staleflow.clients.trainer.client", "staleflow.net.errors"
 _ROLLOUT, _STAGE = "staleflow.clients.rollout", "staleflow.clients.stage"
-_MESSAGES = "staleflow.protocols.wire.messages"
+_MESSAGES, _PROMPTS = "staleflow.protocols.wire.messages", "staleflow.clients.prompt_client"
 _ELSEWHERE = {
     "AsyncRolloutClient": f"{_ROLLOUT}.client",
+    "AsyncPromptClient": _PROMPTS,
+    "PromptClient": _PROMPTS,
+    "PromptError": _PROMPTS,
+    "Outcome": _MESSAGES,
+    "RowResult": _MESSAGES,
     "BadVersion": _TRAINER,
     "Fenced": _TRAINER,
     "InstanceStats": _MESSAGES,

@@ -12,16 +12,13 @@ engine is never loaded while it generates, unless its own tasks do.
 
 import asyncio
 import inspect
-import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from numpy.typing import NDArray
 
-from staleflow.clients.attachment import attach_within, locate
-from staleflow.clients.background import LoopThread
+from staleflow.clients.attached import ATTACH_TIMEOUT_S, AttachedClient, Blocking
 from staleflow.clients.rollout.caller import Caller, OpenLease, PendingLoad
 from staleflow.clients.rollout.engines.base import LoadError
 from staleflow.clients.rollout.groups import Recipe
@@ -29,28 +26,28 @@ from staleflow.clients.rollout.samples import Lease, LeaseError, Sample, group_p
 from staleflow.clients.rollout.session import LEAVE_TIMEOUT_S, GiveUp, LeaseSession
 from staleflow.clients.weights import PulledVersion, Puller
 from staleflow.configs.errors import MISSING, ConfigError
-from staleflow.configs.loading.load import from_json, model_dir
-from staleflow.configs.schema import Config
-from staleflow.net.client import Client, worker_id
+from staleflow.configs.loading.load import model_dir
 from staleflow.net.errors import Refused
 from staleflow.net.permissions import Role
 from staleflow.net.transport import Transport
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Version
-from staleflow.protocols.wire.messages import Attach, InstanceStats
+from staleflow.protocols.wire.messages import InstanceStats
 
 T = TypeVar("T")
 
 Load = Callable[[PulledVersion], Awaitable[None] | None]
 """Loads a version into the engine. Its bytes stay readable until the call, or what it returns, is done."""
 
-ATTACH_TIMEOUT_S = 60.0
 LEASE_TIMEOUT_S = 1800.0
 """Default of ``max_lease_s``."""
 
 
-class AsyncRolloutClient:
-    """A rollout worker of a run whose groups the caller generates. Use it with ``async with``, in one event loop."""
+class AsyncRolloutClient(AttachedClient):
+    """A rollout worker of a run whose groups the caller generates. Use it with ``async with``, in one event loop.
+
+    ``close`` leaves the run: pushes in progress are delivered, other leases released.
+    """
 
     def __init__(
         self,
@@ -72,53 +69,31 @@ class AsyncRolloutClient:
             raise ConfigError("capacity", capacity, "it must be at least 1")
         if not max_lease_s > 0:
             raise ConfigError("max_lease_s", max_lease_s, "it must be above 0")
+        super().__init__(run, Role.ROLLOUT, name=name, timeout_s=timeout_s, transport=transport)
         self.load = load
         """Called with each version that the run orders, inside ``take``."""
-        self.name = name
-        self._address, self._transport = locate(run, Role.ROLLOUT, transport)
         self._capacity = capacity
         self._max_lease_s = max_lease_s
-        self._timeout_s = timeout_s
-        self._stack = AsyncExitStack()
-        self._config: Config | None = None
         self._caller: Caller
         self._session: LeaseSession
         self._running: asyncio.Task[None]
         self.run_dir = Path()
         """Run directory on the scheduler's machine."""
 
-    async def __aenter__(self) -> Self:
-        try:
-            await self._open()
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
     async def _open(self) -> None:
-        me, transport = worker_id(self.name), self._transport
-        scheduler = self._closing(Client(self._address, worker=me, transport=transport))
-        hello = Attach(worker=me, name=self.name, role="rollout", capacity=self._capacity, pid=os.getpid())
-        attached = await attach_within(self._timeout_s, scheduler, hello, parameters=True)
-        config = self._config = from_json(attached.config)
+        attached = await self._attach("rollout", capacity=self._capacity, parameters=True)
+        config, me = self.config, self._me
         self.run_dir = Path(attached.run_dir)
-        shards = [self._closing(Client(address, worker=me, transport=transport)) for address in attached.shards]
+        shards = [self._client(address) for address in attached.shards]
         deltas, direct = config.parameters.delta != "off", config.parameters.transport == "direct"
-        puller = Puller(attached.parameters, worker=me, transport=transport, deltas=deltas, direct=direct)
+        puller = Puller(attached.parameters, worker=me, transport=self._transport, deltas=deltas, direct=direct)
         self._stack.callback(puller.close)
         recipe = Recipe.of(config)
         self._caller = Caller(recipe, config, self._max_lease_s)
-        self._session = LeaseSession(me, scheduler, shards, puller, self._caller, recipe)
+        self._session = LeaseSession(me, self._scheduler, shards, puller, self._caller, recipe)
         self._running = asyncio.ensure_future(self._work())
         self._running.add_done_callback(lambda _: self._caller.changed.set())
         self._stack.push_async_callback(self._leave)
-
-    def _closing(self, client: Client) -> Client:
-        self._stack.callback(client.close)
-        return client
 
     async def _work(self) -> None:
         try:
@@ -133,17 +108,6 @@ class AsyncRolloutClient:
         await asyncio.wait((self._running,))
         await self._session.leave("drained" if drained else "closed")
         self._caller.close()
-
-    async def close(self) -> None:
-        """Leave the run: pushes in progress are delivered, other leases released. Calling it again has no effect."""
-        await self._stack.aclose()
-
-    @property
-    def config(self) -> Config:
-        """Configuration of the run."""
-        if self._config is None:
-            raise RuntimeError("the client has not attached; use it with `async with`, or `with`")
-        return self._config
 
     @property
     def model_dir(self) -> Path:
@@ -271,7 +235,7 @@ class AsyncRolloutClient:
         await asyncio.sleep(0)  # the session notes the version before the caller continues
 
 
-class RolloutClient:
+class RolloutClient(Blocking[AsyncRolloutClient]):
     """The blocking form of ``AsyncRolloutClient``. Use it with ``with``, in one thread."""
 
     def __init__(
@@ -286,7 +250,7 @@ class RolloutClient:
         transport: Transport | None = None,
     ) -> None:
         """As ``AsyncRolloutClient``."""
-        self._client = AsyncRolloutClient(
+        client = AsyncRolloutClient(
             run,
             name=name,
             capacity=capacity,
@@ -294,33 +258,9 @@ class RolloutClient:
             timeout_s=timeout_s,
             transport=transport,
         )
+        super().__init__(client, "rollout client")
         self.load = load
         """Called with each version that the run orders, inside ``take``, in this thread."""
-        self._thread: LoopThread | None = None
-
-    def __enter__(self) -> Self:
-        self._thread = LoopThread(f"rollout client {self._client.name}")
-        try:
-            self._wait(self._client.__aenter__())
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Leave the run: pushes in progress are delivered, other leases released. Calling it again has no effect."""
-        if self._thread is not None:
-            thread, self._thread = self._thread, None
-            thread.start(self._client.close()).result()
-            thread.close(lambda: None)
-
-    @property
-    def config(self) -> Config:
-        """Configuration of the run."""
-        return self._client.config
 
     @property
     def model_dir(self) -> Path:
@@ -369,9 +309,3 @@ class RolloutClient:
     def report(self, stats: InstanceStats) -> None:
         """As ``AsyncRolloutClient.report``."""
         self._client.report(stats)
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._thread is None:
-            work.close()
-            raise RuntimeError("the client has not attached, or is closed; use it with `with`")
-        return self._thread.result(work)

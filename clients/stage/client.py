@@ -8,38 +8,31 @@
 """
 
 import asyncio
-import os
-from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.attachment import attach_within, locate
-from staleflow.clients.background import LoopThread
-from staleflow.clients.stage.main import detach, while_it_lasts
+from staleflow.clients.attached import ATTACH_TIMEOUT_S, AttachedClient, Blocking
+from staleflow.clients.attachment import detach
+from staleflow.clients.stage.main import while_it_lasts
 from staleflow.clients.stage.worker import Failed, StageGroup, StageOutcome, StageWorker
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.loading.load import from_json
-from staleflow.configs.schema import Config
 from staleflow.configs.stages import Node, graph
-from staleflow.net.client import Client, worker_id
 from staleflow.net.errors import Refused
 from staleflow.net.permissions import Role
 from staleflow.net.transport import Transport
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.messages import Attach, Detach, Result
+from staleflow.protocols.wire.messages import Detach, Result
 from staleflow.protocols.wire.trajectory import made_columns
 
 T = TypeVar("T")
 Values = Sequence[float] | NDArray[np.floating[Any]]
-
-ATTACH_TIMEOUT_S = 60.0
 
 
 class StageError(ValueError):
@@ -85,8 +78,11 @@ class _Caller:
                 return
 
 
-class AsyncStageClient:
-    """A worker of one stage whose columns the caller computes. Use it with ``async with``, in one event loop."""
+class AsyncStageClient(AttachedClient):
+    """A worker of one stage whose columns the caller computes. Use it with ``async with``, in one event loop.
+
+    ``close`` leaves the run; groups without columns go to another worker.
+    """
 
     def __init__(
         self,
@@ -103,48 +99,26 @@ class AsyncStageClient:
         """
         if capacity < 1:
             raise ConfigError("capacity", capacity, "it must be at least 1")
+        super().__init__(run, Role.STAGE, name=name, timeout_s=timeout_s, transport=transport)
         self.stage = stage
-        self.name = name
-        self._address, self._transport = locate(run, Role.STAGE, transport)
         self._capacity = capacity
-        self._timeout_s = timeout_s
-        self._stack = AsyncExitStack()
-        self._config: Config | None = None
         self._node: Node
         self._caller: _Caller
         self._running: asyncio.Task[None]
 
-    async def __aenter__(self) -> Self:
-        try:
-            await self._open()
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
     async def _open(self) -> None:
-        me, transport = worker_id(self.name), self._transport
-        scheduler = self._closing(Client(self._address, worker=me, transport=transport))
-        request = Attach(worker=me, name=self.name, role="stage", stage=self.stage, pid=os.getpid())
-        attached = await attach_within(self._timeout_s, scheduler, request)
-        self._stack.push_async_callback(detach, scheduler, Detach(worker=me, why="closed"))
-        config = self._config = from_json(attached.config)
-        self._node = next(node for node in graph(config) if node.name == self.stage)
-        shards = [self._closing(Client(address, worker=me, transport=transport)) for address in attached.shards]
+        attached = await self._attach("stage", stage=self.stage)
+        self._stack.push_async_callback(detach, self._scheduler, Detach(worker=self._me, why="closed"))
+        self._node = next(node for node in graph(self.config) if node.name == self.stage)
+        shards = [self._client(address) for address in attached.shards]
         caller = self._caller = _Caller()
         worker = StageWorker(
-            worker=me, name=self.stage, stage=caller, max_groups=self._capacity, on_result=caller.settle
+            worker=self._me, name=self.stage, stage=caller, max_groups=self._capacity, on_result=caller.settle
         )
-        self._running = asyncio.ensure_future(while_it_lasts(scheduler, asyncio.ensure_future(worker.serve(shards))))
+        serving = asyncio.ensure_future(worker.serve(shards))
+        self._running = asyncio.ensure_future(while_it_lasts(self._scheduler, serving))
         self._running.add_done_callback(lambda _: caller.changed.set())
         self._stack.push_async_callback(self._stop)
-
-    def _closing(self, client: Client) -> Client:
-        self._stack.callback(client.close)
-        return client
 
     async def _stop(self) -> None:
         self._running.cancel()
@@ -152,17 +126,6 @@ class AsyncStageClient:
         for one in self._caller.open:
             if not one.result.done():
                 one.result.set_result(Result(code=Code.STALE_LEASE, detail="the client was closed"))
-
-    async def close(self) -> None:
-        """Leave the run; groups without columns go to another worker. Calling it again has no effect."""
-        await self._stack.aclose()
-
-    @property
-    def config(self) -> Config:
-        """Configuration of the run."""
-        if self._config is None:
-            raise RuntimeError("the client has not attached; use it with `async with`, or `with`")
-        return self._config
 
     @property
     def ended(self) -> bool:
@@ -233,7 +196,7 @@ class AsyncStageClient:
         return True
 
 
-class StageClient:
+class StageClient(Blocking[AsyncStageClient]):
     """The blocking form of ``AsyncStageClient``. Use it with ``with``, in one thread."""
 
     def __init__(
@@ -247,34 +210,8 @@ class StageClient:
         transport: Transport | None = None,
     ) -> None:
         """As ``AsyncStageClient``."""
-        self._client = AsyncStageClient(
-            run, stage, name=name, capacity=capacity, timeout_s=timeout_s, transport=transport
-        )
-        self._thread: LoopThread | None = None
-
-    def __enter__(self) -> Self:
-        self._thread = LoopThread(f"stage client {self._client.name}")
-        try:
-            self._wait(self._client.__aenter__())
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Leave the run; groups without columns go to another worker. Calling it again has no effect."""
-        if self._thread is not None:
-            thread, self._thread = self._thread, None
-            thread.start(self._client.close()).result()
-            thread.close(lambda: None)
-
-    @property
-    def config(self) -> Config:
-        """Configuration of the run."""
-        return self._client.config
+        client = AsyncStageClient(run, stage, name=name, capacity=capacity, timeout_s=timeout_s, transport=transport)
+        super().__init__(client, "stage client")
 
     @property
     def ended(self) -> bool:
@@ -297,9 +234,3 @@ class StageClient:
     def fail(self, work: StageGroup, why: str) -> bool:
         """As ``AsyncStageClient.fail``."""
         return self._wait(self._client.fail(work, why))
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._thread is None:
-            work.close()
-            raise RuntimeError("the client has not attached, or is closed; use it with `with`")
-        return self._thread.result(work)

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 from staleflow.clients.attachment import attach as attach_to_run
+from staleflow.clients.attachment import detach
 from staleflow.clients.stage.model_stage import Judge, ModelStage
 from staleflow.clients.stage.reward import reward_stage
 from staleflow.clients.stage.user_stage import user_stage
@@ -20,17 +21,16 @@ from staleflow.configs.rules.checks import needs_model
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import graph, groups_at_once, stages
 from staleflow.net.client import Client, worker_id
-from staleflow.net.errors import Refused, Unavailable
+from staleflow.net.errors import Unavailable
 from staleflow.net.permissions import Role
 from staleflow.net.security import client_sockets
 from staleflow.net.transport import Transport
 from staleflow.process import daemon
-from staleflow.protocols.wire.messages import Attach, Detach, Done, GetStatus, SchedulerStatus
+from staleflow.protocols.wire.messages import Attach, Detach, GetStatus, SchedulerStatus
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE, REWARD
 
 log = logging.getLogger(__name__)
 
-DETACH_TIMEOUT_S = 1.0
 POLL_INTERVAL_S = 2.0
 """Poll interval for the end of the run."""
 SCHEDULER_TIMEOUT_S = 60.0
@@ -127,14 +127,6 @@ async def while_it_lasts(scheduler: Client, serving: "asyncio.Task[None]") -> No
     finally:
         serving.cancel()
         await asyncio.wait((serving,))
-
-
-async def detach(scheduler: Client, request: Detach) -> None:
-    """Leave the run; nothing depends on the reply."""
-    try:
-        await scheduler.ask(request, Done, timeout_s=DETACH_TIMEOUT_S)
-    except (Refused, Unavailable) as error:
-        log.info("the scheduler did not receive the detach message: %s", error)
 
 
 @asynccontextmanager

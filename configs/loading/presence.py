@@ -159,6 +159,8 @@ def _question(config: Config, first: dict[str, tuple[list[str], bytes]]) -> prob
 def _training(config: Config) -> list[str]:
     """Return the keys of the training prompts."""
     prompts = config.prompts
+    if prompts.submitted:
+        return []
     if prompts.sources:
         kinds = ["path" if given.path else "source" for given in prompts.sources]
         return [f"prompts.sources[{place}].{kind}" for place, kind in enumerate(kinds)]
@@ -173,8 +175,10 @@ def _prompt_files(config: Config) -> dict[str, str]:
 
 
 def _is_tried(config: Config) -> bool:
-    """Return True if the probe calls the reward. An environment's numbers are known only once it has played."""
-    return config.reward.probe and bool(components(config.reward)) and not config.environment.run
+    """Return True if the probe calls the reward. An environment's numbers are known only once it has played, and
+    submitted rows only once a client has sent them."""
+    known = not config.environment.run and not config.prompts.submitted
+    return config.reward.probe and bool(components(config.reward)) and known
 
 
 def _first_row(key: str, path: str, prompts: Prompts) -> tuple[list[str], bytes]:

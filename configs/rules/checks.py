@@ -12,7 +12,7 @@ from staleflow.configs.rewards import check_components
 from staleflow.configs.rules import algorithm
 from staleflow.configs.rules.coordination import check_coordination, check_spares, samples_started
 from staleflow.configs.rules.streaming import check_pieces, check_streaming
-from staleflow.configs.schema import Config, Trainer
+from staleflow.configs.schema import Config, Prompts, Trainer
 from staleflow.configs.section import Section
 from staleflow.configs.stages import graph, stages
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
@@ -71,6 +71,7 @@ def _model(config: Config) -> None:
 
 def _prompts(config: Config) -> None:
     prompts = config.prompts
+    _submitted(prompts)
     if prompts.path and prompts.source:
         allowed = "with prompts.source there must be only one of the two; prompts.path= leaves this one out"
         raise ConfigError("prompts.path", prompts.path, allowed)
@@ -89,7 +90,7 @@ def _prompts(config: Config) -> None:
     if prompts.system and not prompts.chat_template:
         allowed = "it needs prompts.chat_template = true, which formats the messages"
         raise ConfigError("prompts.system", prompts.system, allowed)
-    if not prompts.path and not prompts.source and not prompts.sources:
+    if not prompts.path and not prompts.source and not prompts.sources and not prompts.submitted:
         raise ConfigError("prompts.path", MISSING, "it must be a .jsonl or .parquet file, or prompts.source be set")
     if prompts.eval_path and prompts.eval_source:
         raise ConfigError("prompts.eval_path", prompts.eval_path, "with prompts.eval_source only one of the two")
@@ -104,6 +105,21 @@ def _prompts(config: Config) -> None:
     if prompts.options and not (prompts.source or prompts.eval_source):
         allowed = "these are options of prompts.source and prompts.eval_source, which are missing"
         raise ConfigError("prompts.options", prompts.options, allowed)
+
+
+def _submitted(prompts: Prompts) -> None:
+    """Check that submitted prompts have no other source, and others no limits of submissions."""
+    if not prompts.submitted:
+        for key in ("max_pending", "max_row_bytes"):
+            value, default = getattr(prompts, key), getattr(Prompts(), key)
+            if value != default:
+                allowed = f"it is for prompts.submitted = true; leave it at {default}"
+                raise ConfigError(f"prompts.{key}", value, allowed)
+        return
+    for key in ("path", "source", "sources", "epochs"):
+        if value := getattr(prompts, key):
+            allowed = "with prompts.submitted clients submit the rows, each for one group; leave it out"
+            raise ConfigError(f"prompts.{key}", value, allowed)
 
 
 def import_paths(config: Config) -> dict[str, str]:

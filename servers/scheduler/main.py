@@ -140,7 +140,13 @@ def _prompt_queue(config: Config, lengths: Lengths | None) -> PromptQueue:
     if chosen.composition == "length_clustered":
         clustering = Clustering(batch_size=config.trainer.batch_size, lookahead=chosen.lookahead)
     lengths = lengths or Lengths(chosen.ranker, ahead=clustering.block if clustering else BLOCK)
-    return PromptQueue(seed=config.seed, epochs=config.prompts.epochs, lengths=lengths, clustering=clustering)
+    return PromptQueue(
+        seed=config.seed,
+        epochs=config.prompts.epochs,
+        lengths=lengths,
+        clustering=clustering,
+        submitted=config.prompts.submitted,
+    )
 
 
 def _opened(config: Config, identity: Identity, interpreter: Interpreter) -> Open:

@@ -30,6 +30,7 @@ from staleflow.servers.scheduler.coordination.handoff import Handoffs
 from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 from staleflow.servers.scheduler.ledger.rejects import Rejects
 from staleflow.servers.scheduler.prompts.failures import PromptFailures
+from staleflow.servers.scheduler.prompts.outcomes import RowOutcomes
 from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.status.step_metrics import StepMetrics
 from staleflow.store.disk_errors import trouble
@@ -54,11 +55,13 @@ class GroupOperations:
         metrics: StepMetrics,
         prompt_failures: PromptFailures,
         backoff: Backoff,
+        outcomes: RowOutcomes,
     ) -> None:
         self._interpreter = state.interpreter
         self._shards = state.config.trajectories.shards
         self._prompt_failures = prompt_failures
         self._backoff = backoff
+        self._outcomes = outcomes
         self._handoffs = Handoffs(state.interpreter, state.instances)
         self._replies = replies
         self._rejects = rejects
@@ -103,11 +106,15 @@ class GroupOperations:
             self._metrics.pushed(op.samples)
             self._interpreter.prompts.lengths.observe(op.group, op.samples, truncated=op.truncated)
         if isinstance(op, RegisterPush) and op.occupies:
-            return self._apply(peer, RegisterOccupy(group=op.group, lease=op.lease))
+            return self._apply(peer, RegisterOccupy(group=op.group, lease=op.lease, reward=op.reward))
+        if isinstance(op, RegisterOccupy):
+            self._outcomes.scored(op)
         if isinstance(op, RegisterRelease) and effects and isinstance(released := effects[0], Released):
             retired = isinstance(event, events.Release) and event.retire
             self._prompt_failures.released(op, released, self._interpreter.clock.now_ms())
             self._backoff.released(op, released, retired=retired)
+            if retired or op.why is ReleaseWhy.FILTERED:
+                self._outcomes.retired(op)
             if op.why is ReleaseWhy.ABORTED:
                 self._requeue_later(op.group, retired=retired)
         return _DONE

@@ -37,6 +37,8 @@ from staleflow.servers.scheduler.ledger.training import Training
 from staleflow.servers.scheduler.operations import GroupOperations
 from staleflow.servers.scheduler.prompt_features import PromptFeatureRequests
 from staleflow.servers.scheduler.prompts.failures import PromptFailures
+from staleflow.servers.scheduler.prompts.outcomes import RowOutcomes
+from staleflow.servers.scheduler.prompts.requests import PromptRequests
 from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.status.deadlock import Deadlock
 from staleflow.servers.scheduler.status.prometheus import Exposition
@@ -66,7 +68,7 @@ SETTLE_TIMEOUT_MS = 120_000
 """Maximum time that the trainer waits for groups in flight after a drain request: leases expire, stages may hang."""
 TRAINER_TIMEOUT_MS = 60_000
 """Time after which a drained run without a trainer ends; a restarted trainer returns within it and saves."""
-_WORKERS = ("rollout", "stage", "trainer", "relay")
+_WORKERS = ("rollout", "stage", "trainer", "relay", "prompts")
 """Roles that a finished run does not admit."""
 _ACKED_AFTER_CLOSE = (messages.Pulled, messages.Detach, messages.Finished, messages.Drain, messages.StageLoads)
 """Requests that are acknowledged without effect once the trace is closed."""
@@ -80,8 +82,11 @@ _SERVED_AFTER_CLOSE = (
     messages.GetExpected,
     messages.GetRetainedVersions,
     messages.Metrics,
+    messages.GetOutcomes,
 )
 """Requests that are served after the trace is closed: they change no traced state."""
+_SERVED_WITHOUT_STORE = (messages.Report, messages.GetSubmittedRows, messages.GetOutcomes)
+"""Requests that are served while the store accepts no writes."""
 MAX_WHY_CHARS = 200
 """Maximum length of the reason of a drain: it is stored."""
 _REQUEUED = (ReleaseWhy.EXPIRED, ReleaseWhy.ABORTED, ReleaseWhy.OVERDUE, ReleaseWhy.ROLLBACK)
@@ -120,7 +125,7 @@ class Service:
             self._registry.load(txn)
             self.phase = phases.load(txn, session)
             if phases.is_new_session(txn, session):
-                interpreter.prompts.tries.clear()
+                interpreter.prompts.start_session()
         self._instances = Instances(config.trajectories.shards, self._leases_of, interpreter.clock)
         self._instances.newest = interpreter.machine.version
         prompts, clock = interpreter.prompts, interpreter.clock
@@ -154,8 +159,15 @@ class Service:
         self._pulls = PullReports(state, self._replies, self._rejects)
         self.exposition = Exposition(state, self._metrics, self._training.is_trainer_waiting)
         self._feature_requests = PromptFeatureRequests(prompts, self._registry, clock.now_ms)
+        self._prompt_requests = PromptRequests(state, self._replies)
         self._operations = GroupOperations(
-            state, self._replies, self._rejects, self._metrics, self._prompt_failures, self._backoff
+            state,
+            self._replies,
+            self._rejects,
+            self._metrics,
+            self._prompt_failures,
+            self._backoff,
+            RowOutcomes(interpreter, self._metrics),
         )
         self._cycle = Cycle(
             interpreter,
@@ -188,6 +200,9 @@ class Service:
             messages.GetExpected: self._inventory,
             messages.StageLoads: self._loads.report,
             messages.PromptFeatures: self._feature_requests.receive,
+            messages.SubmitPrompts: self._prompt_requests.submit,
+            messages.GetSubmittedRows: self._prompt_requests.rows,
+            messages.GetOutcomes: self._prompt_requests.outcomes,
             messages.Join: self._training.join,
             messages.GetBatch: self._training.next_batch,
             messages.CheckBatch: self._training.check_batch,
@@ -270,7 +285,7 @@ class Service:
         handler = self._handlers.get(kind)
         if handler is None:
             self._replies.refuse(call, Code.MALFORMED, f"the scheduler does not handle {kind.__name__}")
-        elif self._interpreter.failed and kind is not messages.Report:
+        elif self._interpreter.failed and kind not in _SERVED_WITHOUT_STORE:
             call.refuse(Code.BUSY, f"the scheduler's {trouble(self._interpreter.full)}", RETRY_MS)
         elif self.phase.closed and kind in _ACKED_AFTER_CLOSE:
             call.reply(Done())
@@ -355,6 +370,7 @@ class Service:
             self._attachments.note_heartbeats(connected, now)
             if self._ticks % ROOM_TICKS == 0:
                 self._attachments.discard_silent()
+                self._prompt_requests.delete_unneeded()
             self._rejects.flush(now)
             if self.phase.drained and not self.phase.finished:
                 self._end_drain(now)
@@ -367,6 +383,8 @@ class Service:
         self.flush()
         self._feature_requests.reply_waiting()
         self._feature_requests.answer_due(now)
+        self._prompt_requests.reply_waiting()
+        self._prompt_requests.answer_due(now)
         self._check_deadlock()
         self._training.answer_due(now, self._why.sentence)
         self._model_limits.answer_due(now)

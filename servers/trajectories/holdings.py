@@ -44,6 +44,8 @@ class StoredGroup:
     """Stages that this process has queued the group for."""
     keep: bool | None = None
     """Verdict of the filter; None before the reward stage is done."""
+    reward: float | None = None
+    """Mean reward of its samples; None before the reward stage is done."""
     waiting: list[Then] = field(default_factory=list[Then])
     """Called once the push is registered."""
 

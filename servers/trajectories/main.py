@@ -7,7 +7,7 @@ from pathlib import Path
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.load import addresses, config_sha
-from staleflow.configs.loading.prompt_rows import PromptRows, open_prompts
+from staleflow.configs.loading.prompt_rows import open_prompts
 from staleflow.configs.rewards import components
 from staleflow.configs.rules.algorithm import filter_of
 from staleflow.configs.rules.coordination import samples_started
@@ -22,6 +22,7 @@ from staleflow.protocols.wire.messages import Attach, AttachReply
 from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.servers.runner import Tasks, serve_attached
 from staleflow.servers.trajectories.filters import FILTERS
+from staleflow.servers.trajectories.prompts import LoadedPrompts, Prompts, SubmittedPrompts
 from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.service import TrajectoryService
 from staleflow.servers.trajectories.shard import Shard
@@ -73,11 +74,9 @@ async def serve_until(
     ``opened``: function that opens the tables. ``slabs``: False on a simulated machine without a disk for slabs.
     """
     where, worker = addresses(config, run_dir), worker_id(name_of(shard))
-    prompts = open_prompts(config.prompts, seed=config.seed)
-    if components(config.reward):
-        check_row(config.reward.needs, prompts[0], "prompts")
-    store = _open_store(config, run_dir / name_of(shard), opened, slabs=slabs)
     scheduler = Client(where.scheduler, worker=worker, transport=transport)
+    prompts = _open_prompts(config, scheduler)
+    store = _open_store(config, run_dir / name_of(shard), opened, slabs=slabs)
 
     def hello(address: str) -> Attach:
         return Attach(
@@ -87,7 +86,7 @@ async def serve_until(
             config_sha=config_sha(config),
             endpoint=address,
             shard=shard,
-            rows=len(prompts),
+            rows=prompts.num_rows,
             prompts_sha=prompts.sha,
             pid=os.getpid(),
         )
@@ -112,6 +111,15 @@ async def serve_until(
         )
     finally:
         store.close()
+
+
+def _open_prompts(config: Config, scheduler: Client) -> Prompts:
+    if config.prompts.submitted:
+        return SubmittedPrompts(scheduler)
+    rows = open_prompts(config.prompts, seed=config.seed)
+    if components(config.reward):
+        check_row(config.reward.needs, rows[0], "prompts")
+    return LoadedPrompts(rows)
 
 
 def _open_store(config: Config, path: Path, opened: Callable[..., Store], *, slabs: bool) -> TrajectoryStore:
@@ -143,7 +151,7 @@ def make_service(
     config: Config,
     shard: int,
     store: TrajectoryStore,
-    prompts: PromptRows,
+    prompts: Prompts,
     scheduler: Client,
     tasks: Tasks,
     times: StageTimes | None = None,
@@ -154,7 +162,7 @@ def make_service(
     calls = StageCalls(
         state,
         tasks,
-        row=lambda group: prompts[group % len(prompts)],
+        prompts=prompts,
         seconds_a_group={stage: seconds + STAGE_SLACK_S for stage, seconds in seconds_a_group(config).items()},
         calls_a_group={node.name: calls_a_group(config, node.name) for node in graph(config)},
         times=times,

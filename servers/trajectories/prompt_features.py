@@ -19,12 +19,13 @@ from zlib import crc32
 
 import numpy as np
 
-from staleflow.configs.loading.prompt_rows import PromptRows
 from staleflow.configs.loading.row_files import PROMPT
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
+from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import FEATURES, PromptFeatures, PromptFeaturesReply
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
+from staleflow.servers.trajectories.prompts import Prompts
 
 MAX_CHARS = 20_000
 """Number of leading characters of a prompt that are analyzed."""
@@ -38,9 +39,9 @@ _NUMBER = re.compile(r"\d+")
 _OTHER = re.compile(r"[^\w\s]|_")
 
 
-def feature_matrix(prompts: PromptRows, rows: Sequence[int]) -> Array:
+def feature_matrix(rows: Sequence[Mapping[str, Any]]) -> Array:
     """Return the features of these rows, float16 [len(rows), FEATURES]."""
-    return np.array([features(prompts[row]) for row in rows], np.float16).reshape(len(rows), FEATURES)
+    return np.array([features(row) for row in rows], np.float16).reshape(len(rows), FEATURES)
 
 
 def features(row: Mapping[str, Any]) -> Array:
@@ -85,13 +86,16 @@ def _hashed(words: Sequence[str]) -> Array:
     return marks
 
 
-async def describe(scheduler: Client, prompts: PromptRows, shard: int) -> None:
+async def describe(scheduler: Client, prompts: Prompts, shard: int) -> None:
     """Serve feature requests until the run is over."""
     rows: list[int] = []
     while True:
-        features = {"features": await asyncio.to_thread(feature_matrix, prompts, rows)} if rows else {}
-        specs, frames = specs_and_frames(features)
         try:
+            fetched = await prompts.fetch([GroupId(row) for row in rows])
+            found = {row: columns for row in rows if (columns := fetched[GroupId(row)]) is not None}
+            matrix = await asyncio.to_thread(feature_matrix, list(found.values()))
+            rows = list(found)
+            specs, frames = specs_and_frames({"features": matrix} if rows else {})
             answer = await scheduler.ask(
                 PromptFeatures(shard=shard, rows=rows, frames=specs), PromptFeaturesReply, frames, timeout_s=None
             )

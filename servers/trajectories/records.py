@@ -130,8 +130,9 @@ def _in_slab(item: PushItem, place: Place, read_slab: ReadSlab | None) -> memory
     return read_slab(item.worker, place)
 
 
-def register_push(key: Key, record: Record, shard: int, *, occupies: bool) -> RegisterPush:
-    """Build the registration of a durable payload. ``occupies``: it has passed all stages already."""
+def register_push(key: Key, record: Record, shard: int, *, occupies: bool, reward: float | None) -> RegisterPush:
+    """Build the registration of a durable payload. ``occupies``: it has passed all stages already, with this mean
+    ``reward``."""
     return RegisterPush(
         group=key.group,
         lease=key.lease,
@@ -144,4 +145,5 @@ def register_push(key: Key, record: Record, shard: int, *, occupies: bool) -> Re
         samples=record.samples,
         sequence_tokens=record.tokens + len(record.samples) * record.prompt_tokens,
         occupies=occupies,
+        reward=reward,
     )

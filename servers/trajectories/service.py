@@ -8,15 +8,14 @@
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import takewhile
 
 import msgspec
 
-from staleflow.configs.loading.prompt_rows import PromptRows
 from staleflow.net.client import Client
 from staleflow.net.endpoint import Call
 from staleflow.net.errors import Refused
@@ -55,6 +54,7 @@ from staleflow.servers.runner import Answer, Handled, Service, Tasks
 from staleflow.servers.trajectories.holdings import Phase, StoredGroup, place_of
 from staleflow.servers.trajectories.partials import Partials
 from staleflow.servers.trajectories.prompt_features import describe
+from staleflow.servers.trajectories.prompts import Prompts, Row
 from staleflow.servers.trajectories.records import Key, Pushed, parse_push
 from staleflow.servers.trajectories.registrar import PushRejects, Registrar, Then
 from staleflow.servers.trajectories.shard import Shard
@@ -81,6 +81,8 @@ RETAIN_SHARE = 1 / 64
 RETAIN_GROUPS = 4096
 """Maximum number of groups in one retention request to the scheduler."""
 
+_OVER: Row = {"prompt": ""}
+"""Stands for the row of a group that is over. Its lease is over as well, so that nothing of it can be pushed."""
 _NO_MODEL = "no trainer has joined yet, so the limits of the model are unknown; retry later"
 
 
@@ -121,7 +123,7 @@ class TrajectoryService(Service):
         self,
         shard: Shard,
         stage_calls: StageCalls,
-        prompts: PromptRows,
+        prompts: Prompts,
         registrar: Registrar,
         scheduler: Client,
         tasks: Tasks,
@@ -174,11 +176,11 @@ class TrajectoryService(Service):
             case GetGroups() as ask:
                 return partial(self._fetch, call, ask)
             case GetRows() as ask:
-                return self._rows(call, ask)
+                return self._rows(ask)
             case PutPartial() as ask:
                 return self._put_partial(call, ask)
             case GetStatus():
-                return self._shard.status(rows=len(self._prompts), partials=len(self._partials))
+                return self._shard.status(rows=self._prompts.num_rows, partials=len(self._partials))
             case _:
                 raise Refused(Code.DENIED, f"a trajectory server does not serve {type(call.body).__name__}")
         return None
@@ -206,30 +208,37 @@ class TrajectoryService(Service):
         self._partials.put(key, body.partial, call.frames, self._limits, self._samples_started)
         return Done()
 
-    def row(self, group: GroupId) -> dict[str, Any]:
-        """Return the prompt row of a group. Raise ``ProtocolError`` for a negative group number."""
-        if group < 0:
-            raise ProtocolError(Code.MALFORMED, f"invalid group number: {group}; it must not be negative")
-        return self._prompts[group % len(self._prompts)]
-
-    def _rows(self, _: Call, body: GetRows) -> Answer:
-        """Reply with the prompt rows and migrated partial samples of as many groups as fit.
-
-        Partial samples that exceed ``MAX_ROW_BYTES`` are left out, so the worker starts their group from the prompt. A
-        row that exceeds it is rejected with ``OVERSIZE``.
-        """
+    def _rows(self, body: GetRows) -> Handled:
+        """Reply with prompt rows at once if they are in memory. Raise ``ProtocolError`` for a malformed request."""
         if len(body.groups) > MAX_ROWS:
             raise ProtocolError(Code.OVERSIZE, f"{len(body.groups)} groups requested; at most {MAX_ROWS} at once")
         if body.partials and len(body.partials) != len(body.groups):
             raise ProtocolError(
                 Code.MALFORMED, f"{len(body.groups)} groups with {len(body.partials)} leases; the numbers must match"
             )
-        rows: list[dict[str, Any]] = []
+        if invalid := [group for group in body.groups if group < 0]:
+            raise ProtocolError(Code.MALFORMED, f"invalid group number: {invalid[0]}; it must not be negative")
+        if self._prompts.has(body.groups):
+            return self._rows_of(body, body.groups, self._prompts.row)
+        return partial(self._fetched_rows, body)
+
+    async def _fetched_rows(self, body: GetRows) -> Answer:
+        fetched = await self._prompts.fetch(body.groups, min(body.most_bytes, MAX_ROW_BYTES))
+        groups = list(takewhile(fetched.__contains__, body.groups))
+        return self._rows_of(body, groups, lambda group: fetched[group] or _OVER)
+
+    def _rows_of(self, body: GetRows, groups: Sequence[GroupId], row_of: Callable[[GroupId], Row]) -> Answer:
+        """Reply with the prompt rows and migrated partial samples of as many groups as fit.
+
+        Partial samples that exceed ``MAX_ROW_BYTES`` are left out, so the worker starts their group from the prompt. A
+        row that exceeds it is rejected with ``OVERSIZE``.
+        """
+        rows: list[Row] = []
         partials: list[PartialFrames | None] = []
         frames: list[bytes] = []
         left = min(body.most_bytes, MAX_ROW_BYTES)
-        for group, lease in zip(body.groups, body.partials or [LeaseId(0)] * len(body.groups), strict=True):
-            row, samples = self.row(group), self._partials.find(Key(group, lease))
+        for group, lease in zip(groups, body.partials or [LeaseId(0)] * len(groups), strict=False):
+            row, samples = row_of(group), self._partials.find(Key(group, lease))
             if samples is not None and samples.nbytes > MAX_ROW_BYTES:
                 samples = None
             row_bytes = len(msgspec.msgpack.encode(row))
@@ -347,14 +356,19 @@ class TrajectoryService(Service):
                 Code.MALFORMED, f"{len(body.groups)} groups with {len(body.shas)} shas; the numbers must match"
             )
         wanted = [await self._wanted(group, sha) for group, sha in zip(body.groups, body.shas, strict=True)]
+        rows = {group: row or _OVER for group, row in (await self._prompts.fetch(body.groups)).items()}
         maps = body.host == boot_id() and self._shard.slabs is not None
         try:
-            return self._packed(wanted, maps=maps) if maps or body.checks else await self._checked_arrays(wanted)
+            if maps or body.checks:
+                return self._packed(wanted, rows, maps=maps)
+            return await self._checked_arrays(wanted, rows)
         except CorruptRecord as corrupt:
             await self._shard.quarantine(corrupt)
             raise Refused(Code.STALE, f"{corrupt}; it is quarantined") from corrupt
 
-    def _packed(self, wanted: Sequence[StoredGroup], *, maps: bool) -> tuple[Groups, list[memoryview]]:
+    def _packed(
+        self, wanted: Sequence[StoredGroup], rows: Mapping[GroupId, Row], *, maps: bool
+    ) -> tuple[Groups, list[memoryview]]:
         """Return payloads as they are stored, for a reader that checks them. ``maps``: send only the place in a
         slab, if there is one."""
         columns, frames = join_columns(self._shard.read_columns(wanted))
@@ -364,11 +378,13 @@ class TrajectoryService(Service):
             if place is None:
                 frames.append(data)
             group = stored.key.group
-            groups.append(GroupFrames(group=group, row=self.row(group), frames=[], place=place, packed=place is None))
+            groups.append(GroupFrames(group=group, row=rows[group], frames=[], place=place, packed=place is None))
         folder = self._shard.slabs.folder if maps and self._shard.slabs is not None else ""
         return Groups(groups=groups, folder=folder, columns=columns), frames
 
-    async def _checked_arrays(self, wanted: Sequence[StoredGroup]) -> tuple[Groups, list[memoryview]]:
+    async def _checked_arrays(
+        self, wanted: Sequence[StoredGroup], rows: Mapping[GroupId, Row]
+    ) -> tuple[Groups, list[memoryview]]:
         """Return all arrays of each group, their payload checked in a thread."""
         groups: list[GroupFrames] = []
         frames: list[memoryview] = []
@@ -380,7 +396,7 @@ class TrajectoryService(Service):
             for stored, payload, stage_columns in zip(some, payloads, columns, strict=True):
                 specs, more = specs_and_frames(payload | stage_columns)
                 frames += more
-                groups.append(GroupFrames(group=stored.key.group, row=self.row(stored.key.group), frames=specs))
+                groups.append(GroupFrames(group=stored.key.group, row=rows[stored.key.group], frames=specs))
         return Groups(groups=groups), frames
 
     async def _wanted(self, group: GroupId, sha: str) -> StoredGroup:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from staleflow.configs.stages import Node
@@ -187,7 +187,8 @@ class Shard:
             self._damaged.pop(one.pushed.key, None)
             stored = StoredGroup(one.pushed.key, one.pushed.record, waiting=one.waiting)
             if (reward := stored.record.reward) is not None:
-                stored.done[REWARD], stored.keep = -1, self._keep({REWARD_COLUMN: reward})
+                stored.done[REWARD] = -1
+                self._judge(stored, {REWARD_COLUMN: reward})
             self.holdings.add(stored)
             self._register(stored, new=True)
 
@@ -226,7 +227,9 @@ class Shard:
                     self._advance(stored)
             _resolve(waiting, result)
 
-        self._registrar.add(register_push(stored.key, stored.record, self.shard, occupies=ready), then)
+        reward = stored.reward if ready else None
+        register = register_push(stored.key, stored.record, self.shard, occupies=ready, reward=reward)
+        self._registrar.add(register, then)
 
     def _register_again(self, stored: StoredGroup) -> None:
         if self.holdings.find(stored.key) is stored:
@@ -302,7 +305,7 @@ class Shard:
             if stored is not None and stored.phase is Phase.STAGING:  # else released by another stage
                 stored.done[columns.stage] = ticket
                 if columns.stage == REWARD:
-                    stored.keep = self._keep(columns.arrays)
+                    self._judge(stored, columns.arrays)
                 self._advance(stored)
             then(Result())
 
@@ -322,12 +325,18 @@ class Shard:
         elif stored.keep is None or not self.is_whole(stored):
             self._next_stages(stored)
         else:
-            self._close(stored, RegisterOccupy(group=stored.key.group, lease=stored.key.lease))
+            occupy = RegisterOccupy(group=stored.key.group, lease=stored.key.lease, reward=stored.reward)
+            self._close(stored, occupy)
+
+    def _judge(self, stored: StoredGroup, rewards: Mapping[str, Array]) -> None:
+        """Apply the filter to the columns of the reward stage."""
+        stored.keep, stored.reward = self._keep(rewards), float(rewards[REWARD_COLUMN].mean())
 
     def _release(self, stored: StoredGroup, why: ReleaseWhy, detail: str) -> None:
         for queue in self.queues.values():
             queue.forget(stored.key)
-        release = RegisterRelease(group=stored.key.group, lease=stored.key.lease, why=why, detail=detail)
+        group, lease = stored.key
+        release = RegisterRelease(group=group, lease=lease, why=why, detail=detail, reward=stored.reward)
         self._close(stored, release, forget=True)
 
     def _close(self, stored: StoredGroup, op: Op, *, forget: bool = False) -> None:
@@ -511,7 +520,7 @@ class Shard:
             if REWARD in stored.done:
                 reward = stored.record.reward
                 rewards = unpack(columns[REWARD]) if reward is None else {REWARD_COLUMN: reward}
-                stored.keep = self._keep(rewards)
+                self._judge(stored, rewards)
             if self.is_whole(stored) and not stored.record.rewards:
                 waiting, stored.waiting = stored.waiting, []
                 _resolve(waiting, Result())  # it has been through the stages, so its push was registered

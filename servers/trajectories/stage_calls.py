@@ -16,11 +16,11 @@ that the shard has checked.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from staleflow.configs.section import MAX_GROUPS
 from staleflow.net.endpoint import Call
+from staleflow.net.errors import Refused
 from staleflow.process.host import boot_id
 from staleflow.process.pauses import Pauses
 from staleflow.protocols.consistency.effects import Code
@@ -30,6 +30,7 @@ from staleflow.protocols.wire.messages import GetStageWork, PutStageResults, Sta
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
 from staleflow.servers.runner import Tasks
 from staleflow.servers.trajectories.holdings import StoredGroup, place_of
+from staleflow.servers.trajectories.prompts import Prompts, Row
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_queue import Ticket
 from staleflow.servers.trajectories.stage_times import StageTimes
@@ -59,7 +60,7 @@ class StageCalls:
         shard: Shard,
         tasks: Tasks,
         *,
-        row: Callable[[GroupId], dict[str, Any]],
+        prompts: Prompts,
         seconds_a_group: Mapping[str, float],
         calls_a_group: Mapping[str, int],
         times: StageTimes | None,
@@ -67,7 +68,7 @@ class StageCalls:
         """``calls_a_group``: number of calls of user code per group of each stage."""
         self._shard = shard
         self._tasks = tasks
-        self._row = row
+        self._prompts = prompts
         self._seconds_a_group = seconds_a_group
         self._calls_a_group = calls_a_group
         self._times = times
@@ -230,14 +231,37 @@ class StageCalls:
             self._answer(call, body, tickets, waited_ms=_ms_since(came_s))
 
     def _answer(self, call: Call, body: GetStageWork, tickets: Sequence[Ticket], *, waited_ms: int = 0) -> None:
+        """Reply with the groups of these tickets, once their rows are in memory."""
+        if self._prompts.has(groups := [ticket.key.group for ticket in tickets]):
+            self._reply(call, body, tickets, {group: self._prompts.row(group) for group in groups}, waited_ms)
+        else:
+            self._tasks.start(self._answer_later(call, body, tickets, waited_ms))
+
+    async def _answer_later(self, call: Call, body: GetStageWork, tickets: Sequence[Ticket], waited_ms: int) -> None:
+        try:
+            rows = await self._prompts.fetch([ticket.key.group for ticket in tickets])
+        except Refused:  # the run is over
+            rows = {}
+        if not call.done:
+            self._reply(call, body, tickets, rows, waited_ms)
+
+    def _reply(
+        self,
+        call: Call,
+        body: GetStageWork,
+        tickets: Sequence[Ticket],
+        rows: Mapping[GroupId, Row | None],
+        waited_ms: int,
+    ) -> None:
+        """Reply with the groups of these tickets that are still here and have a row: without one, a group is over."""
         items: list[StageItem] = []
         frames: list[memoryview] = []
         slabs = self._shard.slabs
         maps = slabs is not None and body.host == boot_id()
         left = min(body.most_bytes, MAX_BYTES)
         for index, ticket in enumerate(tickets):
-            stored = self._shard.holdings.find(ticket.key)
-            if stored is None:
+            stored, row = self._shard.holdings.find(ticket.key), rows.get(ticket.key.group)
+            if stored is None or row is None:
                 continue
             try:
                 place = place_of(stored) if maps else None
@@ -258,7 +282,7 @@ class StageCalls:
                     group=group,
                     lease=lease,
                     ticket=ticket.number,
-                    row=self._row(group),
+                    row=row,
                     frames=specs,
                     sha=stored.record.sha,
                     place=place,

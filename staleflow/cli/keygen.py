@@ -7,7 +7,7 @@ import click
 from staleflow.cli import options
 from staleflow.configs.errors import ConfigError
 
-ROLES = ("rollout", "stage", "trainer", "monitor", "admin")
+ROLES = ("rollout", "stage", "trainer", "prompts", "monitor", "admin")
 """Roles of workers and operators; servers have the role ``server``."""
 
 

@@ -22,6 +22,7 @@ TIME = {
     "older groups": ("▓", "red"),
     "engines": ("▒", "yellow"),
     "stages": ("▒", "cyan"),
+    "prompts": ("░", "yellow"),
     "workers": ("░", "magenta"),
     "servers": ("░", "red"),
     "its batch": ("▒", "yellow"),

@@ -8,7 +8,7 @@ from staleflow.net.allow_list import Holder, write_allowed
 from staleflow.net.keys import ALLOWED, new_pair, write_key
 from staleflow.net.permissions import Role
 
-HANDED_OUT = (Role.ROLLOUT, Role.STAGE, Role.TRAINER, Role.MONITOR, Role.ADMIN)
+HANDED_OUT = (Role.ROLLOUT, Role.STAGE, Role.TRAINER, Role.PROMPTS, Role.MONITOR, Role.ADMIN)
 """Roles of workers and people. The servers' own key is the first one of a folder."""
 
 

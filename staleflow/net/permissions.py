@@ -15,6 +15,8 @@ class Role(StrEnum):
     ROLLOUT = "rollout"
     STAGE = "stage"
     TRAINER = "trainer"
+    PROMPTS = "prompts"
+    """Submits prompts, and reads what became of them."""
     MONITOR = "monitor"
     """Reads, and changes nothing."""
     ADMIN = "admin"
@@ -24,6 +26,7 @@ class Role(StrEnum):
 
 
 _R, _S, _T, _M, _A, _O = Role.ROLLOUT, Role.STAGE, Role.TRAINER, Role.MONITOR, Role.ADMIN, Role.SERVER
+_P = Role.PROMPTS
 
 VERBS: Final[dict[type[Any], frozenset[Role]]] = {
     m.Ping: frozenset(Role),
@@ -39,6 +42,9 @@ VERBS: Final[dict[type[Any], frozenset[Role]]] = {
     m.StageLoads: frozenset((_O,)),
     m.GetModelLimits: frozenset((_O,)),
     m.PromptFeatures: frozenset((_O,)),
+    m.SubmitPrompts: frozenset((_P,)),
+    m.GetSubmittedRows: frozenset((_O,)),
+    m.GetOutcomes: frozenset((_P,)),
     m.Join: frozenset((_T,)),
     m.GetBatch: frozenset((_T,)),
     m.CheckBatch: frozenset((_T,)),
@@ -83,6 +89,7 @@ ATTACHES_AS: Final[dict[Role, frozenset[str]]] = {
     Role.ROLLOUT: frozenset(("rollout", "monitor")),
     Role.STAGE: frozenset(("stage", "monitor")),
     Role.TRAINER: frozenset(("trainer", "monitor")),
+    Role.PROMPTS: frozenset(("prompts", "monitor")),
     Role.MONITOR: frozenset(("monitor",)),
     Role.ADMIN: frozenset(("admin", "monitor")),
     Role.SERVER: frozenset(("trajectories", "parameters", "relay", "monitor")),

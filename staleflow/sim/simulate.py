@@ -26,6 +26,8 @@ def simulate(
     """
     if steps is not None:
         config = msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, steps=steps))
+    # Its prompts are numbers and lengths: no client submits any.
+    config = msgspec.structs.replace(config, prompts=msgspec.structs.replace(config.prompts, submitted=False))
     if run_dir is None:
         with tempfile.TemporaryDirectory(prefix="staleflow-simulate-") as place:
             return _simulate(config, seconds, Path(place))

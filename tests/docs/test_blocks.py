@@ -49,7 +49,7 @@ def test_toml_is_a_configuration_or_a_part_of_one(block: Block) -> None:
     for key, value in table.items():
         needed = NEEDED.get(key)
         whole[key] = merge(needed, value) if needed else value
-    if {"source", "sources"} & whole["prompts"].keys():
+    if {"source", "sources", "submitted"} & whole["prompts"].keys():
         whole["prompts"] = table["prompts"]
     if "functions" in whole["reward"]:
         whole["reward"] = table["reward"]

@@ -208,9 +208,11 @@ def test_each_role_may_send_what_the_table_says_and_nothing_else() -> None:
         "StageLoads",
         "GetModelLimits",
         "PromptFeatures",
+        "GetSubmittedRows",
         "RegisterVersion",
         "GetRetainedVersions",
     }
+    assert may[Role.PROMPTS] == common | {"SubmitPrompts", "GetOutcomes"}
     assert may[Role.SERVER] == common | servers | pulling | {"JoinRelays"}
 
 
@@ -221,7 +223,7 @@ def test_a_role_attaches_as_itself_or_to_look() -> None:
     assert attach(Role.ROLLOUT, "rollout") is attach(Role.ROLLOUT, "monitor") is None
     assert attach(Role.ROLLOUT, "trainer") == "a key of role rollout may not attach as trainer"
     assert attach(Role.SERVER, "trajectories") is attach(Role.SERVER, "parameters") is None
-    for role in (Role.ROLLOUT, Role.STAGE, Role.TRAINER, Role.MONITOR, Role.ADMIN):
+    for role in (Role.ROLLOUT, Role.STAGE, Role.TRAINER, Role.PROMPTS, Role.MONITOR, Role.ADMIN):
         assert attach(role, "parameters") is not None
     assert attach(Role.MONITOR, "admin") is not None
 

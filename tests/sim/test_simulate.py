@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.load import load
-from staleflow.configs.schema import Coordination, Redundancy
+from staleflow.configs.schema import Coordination, Prompts, Redundancy
 from staleflow.configs.simulation import Fleet, Occurrence
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 from staleflow.sim.asking import Stalled
@@ -58,6 +58,10 @@ def test_a_run_is_the_same_whatever_the_hashes_of_strings_are() -> None:
         for seed in ("0", "1", "77")
     }
     assert len(said) == 1
+
+
+def test_a_run_whose_prompts_are_submitted_has_enough_of_them() -> None:
+    ran(simulate(replace(config(), prompts=Prompts(submitted=True))))
 
 
 def test_another_seed_is_another_run() -> None:

@@ -64,6 +64,17 @@ from staleflow.protocols.wire.messages.parameters import (
     TensorEntry,
     Unpin,
 )
+from staleflow.protocols.wire.messages.prompts import (
+    SUBMITTED_ROWS,
+    GetOutcomes,
+    GetSubmittedRows,
+    Outcome,
+    Outcomes,
+    RowResult,
+    SubmitPrompts,
+    SubmitPromptsReply,
+    SubmittedRows,
+)
 from staleflow.protocols.wire.messages.stages import StageFailing, StageLoad, StageLoads
 from staleflow.protocols.wire.messages.status import (
     GetStatus,
@@ -133,6 +144,9 @@ Request = (
     | StageLoads
     | GetModelLimits
     | PromptFeatures
+    | SubmitPrompts
+    | GetSubmittedRows
+    | GetOutcomes
     | Join
     | GetBatch
     | CheckBatch
@@ -175,6 +189,9 @@ Reply = (
     | Retained
     | Expected
     | PromptFeaturesReply
+    | SubmitPromptsReply
+    | SubmittedRows
+    | Outcomes
     | JoinReply
     | ModelLimits
     | Batch
@@ -196,6 +213,7 @@ Reply = (
 __all__ = [
     "FEATURES",
     "PROTOCOL",
+    "SUBMITTED_ROWS",
     "Abort",
     "Assign",
     "Attach",
@@ -223,6 +241,7 @@ __all__ = [
     "GetGroups",
     "GetManifest",
     "GetModelLimits",
+    "GetOutcomes",
     "GetRetained",
     "GetRetainedVersions",
     "GetRows",
@@ -230,6 +249,7 @@ __all__ = [
     "GetSources",
     "GetStageWork",
     "GetStatus",
+    "GetSubmittedRows",
     "GroupFrames",
     "Groups",
     "InstanceStats",
@@ -247,6 +267,8 @@ __all__ = [
     "NoMoreBatches",
     "Op",
     "Operations",
+    "Outcome",
+    "Outcomes",
     "ParametersStatus",
     "Part",
     "PartialFrames",
@@ -283,6 +305,7 @@ __all__ = [
     "Results",
     "Retained",
     "RetainedVersions",
+    "RowResult",
     "Rows",
     "SchedulerStatus",
     "Slab",
@@ -294,6 +317,9 @@ __all__ = [
     "StageResult",
     "StageWork",
     "Status",
+    "SubmitPrompts",
+    "SubmitPromptsReply",
+    "SubmittedRows",
     "TensorEntry",
     "TensorSpec",
     "TrajectoriesStatus",

@@ -13,7 +13,7 @@ class Attach(Message, frozen=True, kw_only=True):
     worker: WorkerId
     name: str
     role: str
-    """rollout, stage, trainer, trajectories, parameters, relay, monitor or admin."""
+    """rollout, stage, trainer, trajectories, parameters, relay, prompts, monitor or admin."""
     config_sha: str = ""
     """Hash of the process's configuration; empty if it takes the scheduler's."""
     endpoint: str = ""

@@ -22,6 +22,8 @@ class RegisterPush(Message, frozen=True, kw_only=True):
     """Prompt and completion tokens of all samples, including an environment's: the load of a trainer's rank."""
     occupies: bool = False
     """The push has its rewards and no stage follows, so the scheduler also occupies the group."""
+    reward: float | None = None
+    """``occupies``: mean reward of the samples."""
 
 
 class RegisterOccupy(Message, frozen=True, kw_only=True):
@@ -29,6 +31,8 @@ class RegisterOccupy(Message, frozen=True, kw_only=True):
 
     group: GroupId
     lease: LeaseId
+    reward: float | None = None
+    """Mean reward of the samples."""
 
 
 class RegisterRelease(Message, frozen=True, kw_only=True):
@@ -40,6 +44,8 @@ class RegisterRelease(Message, frozen=True, kw_only=True):
     detail: str = ""
     hopeless: bool = False
     """No retry can succeed: the worker's engine can never serve the group, for example because it is too long."""
+    reward: float | None = None
+    """Mean reward of the samples, if they have one."""
 
 
 class RegisterQuarantine(Message, frozen=True, kw_only=True):

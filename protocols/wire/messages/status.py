@@ -228,7 +228,8 @@ class SchedulerStatus(Status, frozen=True, kw_only=True):
     why: str = ""
     """Sentence on what the run waits for."""
     trainer_waits: str = ""
-    """Cause of the trainer's wait (servers, workers, older groups, stages or engines); empty if it does not wait."""
+    """Cause of the trainer's wait (servers, workers, older groups, prompts, stages or engines); empty if it does not
+    wait."""
     staleness: Ages = Ages()
     recent: tuple[dict[str, Any], ...] = ()
     """Noteworthy lines of the trace, newest last."""
@@ -285,7 +286,7 @@ class TrajectoriesStatus(Status, frozen=True, kw_only=True):
     unregistered: int
     """Number of reports that the scheduler has not acknowledged."""
     rows: int = 0
-    """Number of prompts."""
+    """Number of prompts; the maximum number if clients submit them."""
     partials: int = 0
     """Number of groups whose samples are stored for a move."""
 

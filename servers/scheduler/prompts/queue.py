@@ -1,6 +1,7 @@
 """Order of prompts: requeued groups that are due, then the prompt stream in the order of the composition.
 
 - Group id = epoch * rows + row. A group is handed out once, and again only after ``requeue``.
+- Rows that clients submit are numbered in order. Their "epoch" counts the returns of a row: ``outcomes``.
 - The queue changes in memory; ``save`` writes the changes into the transaction of the ledger's group commit.
 """
 
@@ -10,13 +11,17 @@ from collections.abc import Iterator
 import msgspec
 
 from staleflow.protocols.consistency.ids import GroupId
+from staleflow.protocols.wire.messages import SUBMITTED_ROWS
 from staleflow.servers.scheduler.lengths import log as length_log
 from staleflow.servers.scheduler.lengths.expected import Lengths
-from staleflow.servers.scheduler.prompts.stream import Clustering, PromptStream
+from staleflow.servers.scheduler.prompts import outcome_log, submissions
+from staleflow.servers.scheduler.prompts.outcome_log import OutcomeLog
+from staleflow.servers.scheduler.prompts.stream import Clustering, PromptStream, SubmittedStream
+from staleflow.servers.scheduler.prompts.submissions import Submissions
 from staleflow.servers.scheduler.prompts.tries import GroupTries
 from staleflow.store.base import Read, Write, key_number, number_key
 
-TABLES = ("deck", "again", length_log.TABLE)
+TABLES = ("deck", "again", length_log.TABLE, *submissions.TABLES, *outcome_log.TABLES)
 """Store tables of the prompt queue."""
 
 _STATE = b"state"
@@ -39,12 +44,31 @@ class PromptQueue:
     """Order of the prompts of one run. ``epochs`` 0 repeats the source without end."""
 
     def __init__(
-        self, *, seed: int, epochs: int, lengths: Lengths | None = None, clustering: Clustering | None = None
+        self,
+        *,
+        seed: int,
+        epochs: int,
+        lengths: Lengths | None = None,
+        clustering: Clustering | None = None,
+        submitted: bool = False,
     ) -> None:
+        """``submitted``: clients submit the rows, each for one group."""
         self.lengths = lengths or Lengths()
         """Expected length of each prompt's samples."""
         self.tries = GroupTries()
-        self._stream = PromptStream(seed=seed, epochs=epochs, expected=self.lengths.expected_of, clustering=clustering)
+        self.submissions = Submissions() if submitted else None
+        """Rows of clients; None if the rows come from the configured source."""
+        self.outcomes = OutcomeLog() if submitted else None
+        """Outcomes of these rows."""
+        self._submitted: SubmittedStream | None = None
+        expected = self.lengths.expected_of
+        if self.submissions is None:
+            self._stream = PromptStream(seed=seed, epochs=epochs, expected=expected, clustering=clustering)
+        else:
+            rows = self.submissions
+            self._stream = self._submitted = SubmittedStream(
+                lambda: rows.num_rows, expected=expected, clustering=clustering
+            )
         self._batch = clustering.batch_size if clustering else 0
         """Number of fresh groups after which the remaining ones are put in order again; 0: never."""
         self._state = QueueState()
@@ -60,13 +84,14 @@ class PromptQueue:
 
     def load(self, txn: Read) -> None:
         """Restore the last saved state."""
+        for part in self._parts():
+            part.load(txn)
         raw = txn.get("deck", _STATE)
         self._state = QueueState() if raw is None else msgspec.msgpack.decode(raw, type=QueueState)
         self._moved = False
         self._stream.restore(self._state.rows, self._state.cursor, self._state.ahead)
         self.lengths.rows = self.rows
         self.lengths.load(txn)
-        self.tries.load(txn)
         self._requeued = [(key_number(key[:8]), key_number(key[8:])) for key in txn.keys("again")]
         self._due = {group: due for due, group in self._requeued}
         self._changes = {}
@@ -84,20 +109,24 @@ class PromptQueue:
                 txn.put("again", key, b"")
             else:
                 txn.delete("again", key)
-        self.lengths.save(txn)
-        self.tries.save(txn)
+        for part in (self.lengths, *self._parts()):
+            part.save(txn)
 
     def saved(self) -> None:
         """Note that the changes of ``save`` are durable: a failed commit must write them again."""
         self._moved = False
         self._changes.clear()
-        self.lengths.saved()
-        self.tries.saved()
+        for part in (self.lengths, *self._parts()):
+            part.saved()
 
     @property
     def changed(self) -> bool:
         """True if unsaved changes exist."""
-        return bool(self._changes) or self._moved or self.lengths.changed or self.tries.changed
+        return bool(self._changes) or self._moved or any(part.changed for part in (self.lengths, *self._parts()))
+
+    def _parts(self) -> list[GroupTries | Submissions | OutcomeLog]:
+        """Return the parts that are loaded and saved with the queue."""
+        return [part for part in (self.tries, self.submissions, self.outcomes) if part is not None]
 
     @property
     def rows(self) -> int:
@@ -130,6 +159,25 @@ class PromptQueue:
     def num_left(self) -> int:
         """Number of groups that can still be handed out; a large number for an endless source."""
         return self._stream.num_left() + len(self._requeued) if self.rows else 0
+
+    def is_open(self) -> bool:
+        """Return whether clients may still submit rows, so that an empty queue is not the end of the prompts."""
+        return self.submissions is not None and not self.submissions.ended
+
+    def is_queued(self, group: GroupId) -> bool:
+        """Return whether a group of a submitted row waits to be handed out, for the first time or again."""
+        waits = self._submitted is not None and group < SUBMITTED_ROWS and self._submitted.is_waiting(group)
+        return waits or group in self._due
+
+    def start_session(self) -> None:
+        """Clear what the end of the last session left: the tries of failing prompts, and the end of submissions."""
+        self.tries.clear()
+        if self.submissions is not None:
+            self.submissions.reopen()
+
+    def submitted(self) -> None:
+        """Note that rows were submitted."""
+        self._upcoming = []
 
     def next_places(self) -> range:
         """Places of the prompt stream that come next: the rest of the current block, and the next block."""

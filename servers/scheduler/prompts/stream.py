@@ -141,6 +141,31 @@ class PromptStream:
         self._waiting.update(drawn)
 
 
+class SubmittedStream(PromptStream):
+    """The stream of submitted rows, in the order of their submission, each once. It ends at the last row so far."""
+
+    def __init__(
+        self,
+        num_rows: Callable[[], int],
+        *,
+        expected: Callable[[Sequence[GroupId]], Sequence[float]],
+        clustering: Clustering | None = None,
+    ) -> None:
+        """``num_rows``: returns the number of submitted rows. The others are as in ``PromptStream``."""
+        super().__init__(seed=0, epochs=1, expected=expected, clustering=clustering)
+        self._num_rows = num_rows
+
+    def _end(self) -> int:
+        return self._num_rows() if self.rows else 0
+
+    def groups(self, places: range) -> list[int]:
+        return list(places)
+
+    def is_waiting(self, row: int) -> bool:
+        """Return whether a row was not handed out."""
+        return row >= self._base and not self._ahead >> (row - self._base) & 1
+
+
 def permuted(start: int, count: int, rows: int, *, seed: int, epoch: int) -> list[int]:
     """Return places ``start`` .. ``start + count - 1`` of the permutation of ``range(rows)`` for a seed and an epoch.
 

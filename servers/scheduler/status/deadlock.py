@@ -4,7 +4,7 @@ A suspicion comes first: it stops new leases, and a group that succeeds meanwhil
 no group is leased or pushed; pushed groups do not count if a stage fails every group. So a run never ends while a group
 in flight may still help. A suspicion arises only from conditions that no attached engine, stage or trainer can change:
 
-- the step needs groups, and the prompts are used up;
+- the step needs groups, and the prompts are used up (never while clients may submit more);
 - each remaining prompt has failed ``MIN_FAILURES``;
 - every instance refused a thousand distinct prompts in a row, or all prompts, without a push in between;
 - no group of this run ever passed the stages, or the environment: many groups failed, over at least a minute;
@@ -52,6 +52,8 @@ class Deadlock:
         machine, prompts, backoff = self._interpreter.machine, self._interpreter.prompts, self._backoff
         if failing := self._all_fail():
             return f"step {machine.next_step} can never be trained: {failing}"
+        if prompts.is_open():  # rows that are submitted later may succeed
+            return ""
         if not prompts.rows or int(machine.next_step) != machine.version or not machine.starved():
             return ""
         need, ready = self._config.trainer.batch_size, machine.state_counts()["occupied"]
@@ -116,7 +118,9 @@ class Deadlock:
     def _more(self) -> str:
         """List the settings to change if the prompts do not suffice."""
         step, last = self._interpreter.machine.next_step, self._config.trainer.steps
+        submitted = self._config.prompts.submitted
         ways = ["raise prompts.epochs (0 repeats the prompts without end)"]
+        ways = ["resume the run and submit more prompts"] if submitted else ways
         if step:
             ways.append(f"lower trainer.steps from {last} to {step}")
         if filter_of(self._config) != "none":

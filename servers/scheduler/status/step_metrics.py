@@ -13,7 +13,7 @@ import msgspec
 
 from staleflow.process.clock import Clock
 from staleflow.protocols.consistency.effects import Consumed, Pushed, Released, Reserved, Sealed
-from staleflow.protocols.consistency.ids import BatchId, LeaseId, Step, Version
+from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Step, Version
 from staleflow.protocols.consistency.limits import Bound, Limits
 from staleflow.protocols.consistency.machine import Machine
 from staleflow.servers.scheduler.coordination.instance import Instance
@@ -97,6 +97,11 @@ class StepMetrics:
         ages = [effect.step - member.version for member in effect.members]
         masked = effect.masked_tokens / effect.tokens if effect.tokens else 0.0
         self._staleness[effect.step] = (sum(ages) / len(ages), max(ages), masked)
+
+    def members(self, batch: BatchId) -> list[GroupId]:
+        """Return the groups of a batch that is sealed, or was consumed by this process."""
+        sealed = self._batches.get(batch)
+        return [] if sealed is None else [member.group for member in sealed.members]
 
     def on_consumed(self, effect: Consumed) -> None:
         sealed = self._batches.get(effect.batch)  # get, not pop: after a failed commit it is consumed again

@@ -58,7 +58,8 @@ class Why:
         return self._silent() or self._missing() or f"{self._crashes()}{self._step()}" or "nothing waits"
 
     def trainer_waits(self) -> str:
-        """Return what the trainer waits for: servers, workers, older groups, stages or engines; "" if it does not."""
+        """Return what the trainer waits for: servers, workers, older groups, prompts, stages or engines; "" if it does
+        not."""
         machine = self._interpreter.machine
         if self._ended() or machine.next_step > machine.version or not self._is_trainer_waiting():
             return ""
@@ -69,6 +70,8 @@ class Why:
         if not machine.starved():
             return "older groups"
         counts = machine.state_counts()
+        if self._lacks_prompts(counts) and self._interpreter.prompts.is_open():
+            return "prompts"
         need = self._config.trainer.batch_size - counts["occupied"]
         return "stages" if counts["pushed"] >= need else "engines"
 
@@ -207,11 +210,19 @@ class Why:
         missing = [stage for stage in stages(self._config) if not served[stage]]
         if counts["pushed"] and missing:
             return f"; no {' and no '.join(missing)} worker is attached"
-        if not counts["leased"] and not counts["pushed"] and not self._interpreter.prompts.num_left():
-            return "; the prompts are used up"
+        if self._lacks_prompts(counts):
+            if not self._interpreter.prompts.is_open():
+                return "; the prompts are used up"
+            waits = "it waits for prompts: none is submitted"
+            clients = any(process.alive and process.role == "prompts" for process in self._registry.processes())
+            return f"; {waits}" if clients else f"; {waits}, and no client is attached that submits any"
         if not counts["leased"] and all(instance.stats.version < 0 for instance in self._instances):
             return "; no instance has loaded weights yet"
         return ""
+
+    def _lacks_prompts(self, counts: dict[str, int]) -> bool:
+        """Return whether no group is in flight and no prompt is left."""
+        return not counts["leased"] and not counts["pushed"] and not self._interpreter.prompts.num_left()
 
     def _failing(self) -> str:
         """Name the stage worker with the most failures in a row, if one fails every group."""

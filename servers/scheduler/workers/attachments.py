@@ -38,6 +38,7 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "trajectories": ("trajectories",),
     "parameters": ("parameters",),
     "relay": ("relay",),
+    "prompts": ("prompts",),
     "scheduler": (),
     "monitor": OBSERVER_ROLES,
     "admin": OBSERVER_ROLES,

@@ -20,7 +20,7 @@ from staleflow.store.base import Read, Write
 
 SERVERS = ("trajectories", "parameters")
 """Roles with a fixed number of processes in a run."""
-ROLES = ("rollout", "stage", "trainer", "trajectories", "parameters", "relay", "monitor", "admin")
+ROLES = ("rollout", "stage", "trainer", "trajectories", "parameters", "relay", "prompts", "monitor", "admin")
 MAX_SILENT = 1_024
 """Maximum number of silent processes; those that became silent first are discarded first."""
 MAX_SILENT_PER_KEY = 256

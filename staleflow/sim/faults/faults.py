@@ -34,6 +34,7 @@ class Faults:
         self._plan = plan
         self._world = world
         self._servers = (*SERVERS, "relay") if plan.relays else SERVERS
+        self._workers = (*WORKERS, "prompts") if plan.submitted else WORKERS
         self._rng = random.Random(f"staleflow faults of {plan.seed}")
         self._actions: dict[str, Callable[[], bool]] = {
             "kill": self._kill,
@@ -106,7 +107,7 @@ class Faults:
     # --- processes -------------------------------------------------------------------------------------------
 
     def _kill(self) -> bool:
-        node = self._some(*self._servers, *WORKERS)
+        node = self._some(*self._servers, *self._workers)
         if node is None or node.process is None:
             return False
         self.counts[f"killed: {node.role}"] += 1
@@ -131,7 +132,7 @@ class Faults:
 
     def _stop(self, min_leases: float, max_leases: float) -> bool:
         """Send SIGSTOP, and SIGCONT after a number of leases."""
-        node = self._some(*self._servers, *WORKERS)
+        node = self._some(*self._servers, *self._workers)
         if node is None or node.process is None:
             return False
         process = node.process
@@ -154,7 +155,7 @@ class Faults:
 
     def _terminate(self) -> bool:
         """Send SIGTERM."""
-        node = self._some(*self._servers, *WORKERS)
+        node = self._some(*self._servers, *self._workers)
         if node is None or node.stop is None:
             return False
         stop = node.stop
@@ -216,7 +217,7 @@ class Faults:
         return True
 
     def _slow(self) -> bool:
-        weather, node = self._world.network.weather, self._some(*self._servers, *WORKERS)
+        weather, node = self._world.network.weather, self._some(*self._servers, *self._workers)
         if node is None:
             return False
         weather.slow[node.name] = self._rng.choice((0.05, 0.5, 1.5))
@@ -242,7 +243,7 @@ class Faults:
         return True
 
     def _disconnect(self) -> bool:
-        node = self._some(*self._servers, *WORKERS)
+        node = self._some(*self._servers, *self._workers)
         if node is not None:
             self._world.network.disconnect(node.name)
         return node is not None

@@ -104,6 +104,8 @@ class Journal:
     published: dict[tuple[Lineage, Version], set[str]] = field(default_factory=dict[tuple[Lineage, Version], set[str]])
     """Shas of the weights that some trainer sent as that version."""
     committed: list[Committed] = field(default_factory=list[Committed])
+    submissions: list[tuple[int, list[int]]] = field(default_factory=list[tuple[int, list[int]]])
+    """Number of each part of the prompts that a client has submitted, and the acknowledged numbers of its rows."""
     pulled: list[tuple[Lineage, Version, str]] = field(default_factory=list[tuple[Lineage, Version, str]])
     reports: dict[str, list[Reported]] = field(default_factory=dict[str, list[Reported]])
     tried_stages: dict[str, set[str]] = field(default_factory=dict[str, set[str]])

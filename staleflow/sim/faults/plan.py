@@ -1,13 +1,14 @@
 """The plan of a seed: the shape of the run, its faults and their rate."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
+from msgspec import structs
 
 from staleflow.configs.loading.load import from_json
-from staleflow.configs.schema import Config
+from staleflow.configs.schema import Config, Prompts
 from staleflow.sim.faults.payload import LENGTHS, ODD, ROWS
 
 SOURCE: Final = "staleflow.sim.faults.payload:rows"
@@ -15,6 +16,9 @@ SOURCE: Final = "staleflow.sim.faults.payload:rows"
 MAX_NEW_TOKENS: Final = 128
 EPOCHS: Final = 8
 """Number of epochs of a run that ends by itself: more groups than most runs need."""
+
+SUBMITTED_SHARE, MAX_PENDING = 0.2, 200
+"""Share of the runs whose prompts a client submits, and the maximum number of its rows that wait."""
 
 USERS: Final = (
     {"name": LENGTHS, "run": "nobody:calls", "makes": ["count"], "timeout_s": 1.0},
@@ -129,6 +133,11 @@ class Plan:
     """True if the run is ended by a drain, not by its last step."""
 
     @property
+    def submitted(self) -> bool:
+        """True if a client submits the prompts."""
+        return self.config.prompts.submitted
+
+    @property
     def loses_workers(self) -> bool:
         """True if a worker or its messages may be lost; then the only remaining worker may be the broken one."""
         return any(kind not in HARMLESS for kind in self.kinds)
@@ -146,8 +155,11 @@ class Plan:
         return NEAR
 
 
-def plan_of(seed: int) -> Plan:
-    """Return the plan of a seed; stable as long as this file does not change."""
+def plan_of(seed: int, *, submitted: bool | None = None) -> Plan:
+    """Return the plan of a seed; stable as long as this file does not change.
+
+    ``submitted``: whether a client submits the prompts; None: as the seed draws it.
+    """
     rng = random.Random(f"staleflow faults {seed}")
     shards = rng.choice((1, 1, 2, 3))
     finite = random.Random(f"epochs {seed}").random() < 0.1
@@ -216,7 +228,7 @@ def plan_of(seed: int) -> Plan:
     engines, stages = rng.choice((2, 3, 5)), rng.choice((1, 2))
     if seed % 10 == 8:  # a failing worker can be judged only among workers that survive
         kinds, engines, stages = tuple(kind for kind in KINDS if kind in HARMLESS), 3, 2
-    return Plan(
+    plan = Plan(
         seed=seed,
         config=from_json(msgspec.json.encode(table)),
         engines=engines,
@@ -233,6 +245,11 @@ def plan_of(seed: int) -> Plan:
         far_trainer=random.Random(f"trainer's host {seed}").random() < 0.4,
         mb_per_s=random.Random(f"relays' pace {seed}").choice((0.0, 0.001)),
     )
+    drawn = random.Random(f"submitted {seed}").random() < SUBMITTED_SHARE
+    if not (drawn if submitted is None else submitted):
+        return plan
+    prompts = Prompts(submitted=True, max_pending=MAX_PENDING)
+    return replace(plan, finite=False, config=structs.replace(plan.config, prompts=prompts))
 
 
 def _losses(seed: int) -> tuple[str, ...]:

@@ -7,13 +7,14 @@ code of the servers.
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from staleflow.process.clock import MAX_GAP_S
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
+from staleflow.protocols.wire.messages import SUBMITTED_ROWS
 from staleflow.servers.trajectories.service import RETAIN_INTERVAL_S
 from staleflow.sim.faults.journal import FailedStage, Journal, Key, stage_of
 from staleflow.sim.faults.mishaps import DOUBLED, MAX_HOLD_S
@@ -53,6 +54,7 @@ class Rule(StrEnum):
     RETRIED = "a group at which one broken stage worker failed is not released before another one has tried"
     POISONED = "a group that no engine of the run can have written is not accepted"
     NAMED = "a live worker is not replaced by a process that uses its name"
+    SUBMITTED = "a submitted row is acknowledged once, trained at most once, and lost never"
     HISTORY = "a server does not work on a store that is empty or older than others know it to be"
     ENDED = "a run that can continue is not ended"
     FINISHED = "an acknowledged end of the run survives a kill of the scheduler"
@@ -198,9 +200,10 @@ def reconcile(
     plan: Plan,
     *,
     flipped: set[tuple[int, int]],
+    rows: Set[int] = frozenset(),
 ) -> Findings:
     """Compare all witnesses. ``stored`` has the sha by (group, lease) of the shards' payload at the end; ``flipped``
-    names payload whose bytes were changed, or lost with their disk."""
+    names payload whose bytes were changed, or lost with their disk; ``rows``: submitted rows that are stored."""
     findings, trace = Findings(), TraceIndex.by(events)
     _pushes(findings, journal, trace)
     _versions(findings, journal, trace)
@@ -211,6 +214,8 @@ def reconcile(
     _broken(findings, journal, history, trace, plan)
     _disks(findings, trace, plan, stored, flipped)
     _ended(findings, journal, history, trace, plan)
+    if plan.submitted:
+        _submitted(findings, journal, events, trace, rows)
     if plan.killed_at_end:
         _finished(findings, history, events)
     findings.checks[Rule.SERVED.name] += sum(journal.checked.values())
@@ -222,6 +227,30 @@ def reconcile(
     findings.checks[Rule.PROGRESS.name] += 1
     findings.violations += [(Rule.PROGRESS, why) for why in history.stalls]
     return findings
+
+
+def _submitted(
+    findings: Findings, journal: Journal, events: list[dict[str, Any]], trace: TraceIndex, stored: Set[int]
+) -> None:
+    """Check the numbers of acknowledged rows, and that each row is trained, stored, filtered or given up."""
+    rows = set[int]()
+    for part, numbers in journal.submissions:
+        first = part * len(numbers)
+        expected = list(range(first, first + len(numbers)))
+        findings.check(Rule.SUBMITTED, numbers == expected, "part {} has the rows {}", part, numbers)
+        rows.update(numbers)
+    members = [_members(seal) for seal in trace.by_step.values()]
+    trained = Counter(group % SUBMITTED_ROWS for groups in members for group, _ in groups)
+    over = {
+        event["group"] % SUBMITTED_ROWS
+        for event in events
+        if (event["ev"], event.get("why")) in (("release", "filtered"), ("release", "aborted"))
+        or (event["ev"], event.get("why")) in (("drop", "quarantine"), ("drop", "overdue"))
+    }
+    for row in sorted(rows):
+        findings.check(Rule.SUBMITTED, trained[row] <= 1, "row {} is trained {} times", row, trained[row])
+        found = row in trained or row in over or row in stored
+        findings.check(Rule.SUBMITTED, found, "row {} is neither trained nor stored", row)
 
 
 def _pushes(findings: Findings, journal: Journal, trace: TraceIndex) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.process.host import raise_file_limit
+from staleflow.servers.scheduler.prompts.submissions import ROWS
 from staleflow.servers.scheduler.service import SETTLE_TIMEOUT_MS, TRAINER_TIMEOUT_MS
 from staleflow.sim.faults.faults import Faults
 from staleflow.sim.faults.plan import Plan, plan_of
 from staleflow.sim.faults.reconcile import reconcile
 from staleflow.sim.faults.world import World
+from staleflow.store.base import key_number
 from staleflow.trace.audit.report import audit
 
 POLL_INTERVAL_S = 0.5
@@ -150,6 +152,7 @@ def _judge(world: World, faults: Faults, events: int) -> Outcome:
         _stored(world),
         world.plan,
         flipped={key for node in world.of("trajectories") if node.disk for key in node.disk.flipped},
+        rows=_rows(world),
     )
     outcome = Outcome(world.plan.seed, events, report.lines, report.last_hash, world.conductor.now_s)
     outcome.violations = [(one.rule.name, f"line {one.seq}: {one.why}") for one in report.violations]
@@ -179,6 +182,12 @@ def _decoded(line: bytes) -> dict[str, Any]:
         return json.loads(line)  # type: ignore[no-any-return]
     except ValueError:
         return {}
+
+
+def _rows(world: World) -> set[int]:
+    """Return the numbers of the submitted rows in the scheduler's store."""
+    disk = world.nodes["scheduler"].disk
+    return set() if disk is None else set(map(key_number, disk.tables.get(ROWS, {})))
 
 
 def _stored(world: World) -> dict[tuple[int, int], str]:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
+from staleflow.clients.prompt_client import AsyncPromptClient
 from staleflow.clients.prompts import Encode
 from staleflow.clients.rollout import main as rollout
 from staleflow.clients.rollout.engines.base import AsyncEngine
@@ -54,7 +55,7 @@ from staleflow.sim.faults.learner import Learner
 from staleflow.sim.faults.lockstep import Lockstep
 from staleflow.sim.faults.machine import Machine, SimClock
 from staleflow.sim.faults.network import Network
-from staleflow.sim.faults.payload import VOCABULARY
+from staleflow.sim.faults.payload import ROWS, VOCABULARY, row_of
 from staleflow.sim.faults.plan import NEAR, Plan
 from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.stage import opened_stage
@@ -64,6 +65,11 @@ from staleflow.store.base import StoreError
 from staleflow.trace.writer import stored_head
 
 RESTART_DELAY_S = 0.3
+PART_ROWS = 40
+"""Number of rows of a submission."""
+REPEATED_SHARE = 0.2
+"""Share of the submissions that repeat an earlier one."""
+SUBMIT_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.1
 BAD_PROMPTS_S = 30.0
 MAX_FAILURES = 20
@@ -184,6 +190,8 @@ class World:
             for number in range(self.plan.stages):
                 name = f"{stage}-{number}"
                 self._add(name, "stage", partial(self._stage, name, stage))
+        if self.plan.submitted:
+            self._add("prompts-0", "prompts", partial(self._prompts, "prompts-0"))
         self._add("trainer", "trainer", partial(self._trainer, "trainer"))
         self._add("monitor", "monitor", self._monitor)
         for number in range(self.plan.relays):
@@ -389,6 +397,25 @@ class World:
         await trainer.work_until(
             stop, client, lambda stopping: trainer.train(config, self.run_dir, client, learner, stopping), thread.run
         )
+
+    async def _prompts(self, name: str, process: Process, stop: Stop) -> None:
+        """Submit one part of the prompts after another, each until it is acknowledged, and some of them again."""
+        submissions, transport = self.scene.journal.submissions, self.network.transport(process)
+        rng = random.Random(f"parts {self.plan.seed}, {self.clock.now_ns()}")
+        async with AsyncPromptClient(self.scene.where.scheduler, name=name, transport=transport) as client:
+            while not stop.is_set():
+                part = max((number for number, _ in submissions), default=-1) + 1
+                if part and rng.random() < REPEATED_SHARE:
+                    part = rng.randrange(part)
+                rows = [row_of(number % ROWS) for number in range(part * PART_ROWS, (part + 1) * PART_ROWS)]
+                try:
+                    numbers = await client.submit(rows, id=f"part-{part}", timeout_s=SUBMIT_TIMEOUT_S)
+                except Unavailable:
+                    continue
+                if client.ended:
+                    await asyncio.sleep(SUBMIT_TIMEOUT_S)
+                else:
+                    submissions.append((part, numbers))
 
     async def _monitor(self, process: Process, stop: Stop) -> None:
         """Request the status of every server periodically."""

@@ -26,6 +26,18 @@ DIRECT = ("parameters.transport=direct", "rollout.engine=transformers", "trainer
         (["prompts.path=/p.jsonl"], r"prompts\.path is \"/p\.jsonl\"; with prompts\.source there must be only one"),
         (['prompts.source=""'], r"prompts\.path is missing; it must be a \.jsonl or \.parquet file"),
         (['prompts.source=""', "prompts.path=/p.csv"], r'prompts\.path is "/p\.csv"; it must end in \.jsonl or'),
+        (
+            ["prompts.submitted=true"],
+            r'prompts\.source is "staleflow.*"; with prompts\.submitted clients submit the rows, each for',
+        ),
+        (
+            ["prompts.submitted=true", "prompts.source=", "prompts.epochs=2"],
+            r"prompts\.epochs is 2; with prompts\.submitted clients submit the rows",
+        ),
+        (
+            ["prompts.max_pending=9"],
+            r"prompts\.max_pending is 9; it is for prompts\.submitted = true; leave it at 4096$",
+        ),
         (["prompts.eval_path=/a.jsonl", "prompts.eval_source=a:b"], r"with prompts\.eval_source only one of the two"),
         (
             ["rollout.on_update=recompute"],

@@ -40,6 +40,7 @@ from staleflow.protocols.wire.messages import (
 from staleflow.protocols.wire.tensors import arrays
 from staleflow.servers.runner import Tasks
 from staleflow.servers.trajectories.main import make_service
+from staleflow.servers.trajectories.prompts import LoadedPrompts
 from staleflow.servers.trajectories.records import Key
 from staleflow.servers.trajectories.service import TrajectoryService
 from staleflow.store.base import StoreCorrupt
@@ -109,7 +110,7 @@ async def served(folder: Path, ledger: Ledger) -> AsyncGenerator[TrajectoryServi
         rollout=Rollout(engine="simulated", group_size=GROUP_SIZE),
         trainer=Trainer(backend="simulated", batch_size=2, steps=10),
     )
-    prompts = PromptRows([msgspec.msgpack.encode({"prompt": "1 + 1"})])
+    prompts = LoadedPrompts(PromptRows([msgspec.msgpack.encode({"prompt": "1 + 1"})]))
     async with asyncio.TaskGroup() as group:
         service = make_service(config, 0, trajectories, prompts, cast("Client", ledger), Tasks(group))
         working = group.create_task(service.work())

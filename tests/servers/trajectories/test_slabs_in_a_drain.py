@@ -25,6 +25,7 @@ from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.servers.runner import Tasks
 from staleflow.servers.trajectories.filters import none
 from staleflow.servers.trajectories.main import make_service
+from staleflow.servers.trajectories.prompts import LoadedPrompts
 from staleflow.servers.trajectories.records import Key, Pushed, Record
 from staleflow.servers.trajectories.registrar import Then
 from staleflow.servers.trajectories.shard import Shard
@@ -268,7 +269,7 @@ async def test_a_shard_that_drains_is_busy_and_says_nothing_of_slabs(tmp_path: P
     said: list[Reply] = []
     async with asyncio.TaskGroup() as group:
         kept = TrajectoryStore(store, map_bytes=5 * MB, slabs=Slabs(tmp_path / "slabs", map_bytes=5 * MB))
-        service = make_service(config, 0, kept, PromptRows([b"{}"]), nobody, Tasks(group))
+        service = make_service(config, 0, kept, LoadedPrompts(PromptRows([b"{}"])), nobody, Tasks(group))
         endpoint = MemoryEndpoint(service.on_call, lambda deliver: deliver())
         for number in (1, 2):
             asked = GetSlab(worker=WORKERS[0], host=boot_id(), number=number, held=[])

@@ -47,6 +47,8 @@ from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.ledger.training import Training
+from staleflow.servers.scheduler.prompts.outcomes import RowOutcomes
+from staleflow.servers.scheduler.prompts.submissions import Submissions
 from staleflow.servers.scheduler.prompts.tries import GroupTries
 from staleflow.servers.scheduler.status.deadlock import Deadlock
 from staleflow.servers.scheduler.workers.attachments import Attachments
@@ -78,10 +80,12 @@ class Mutant:
     events: int = 800
     epochs: int = 0
     """If above 0, epochs of the prompts of its run, which ends when they are used up."""
+    submitted: bool = False
+    """True if a client submits the prompts of its run."""
 
     def plan(self, seed: int) -> Plan:
         """Return the plan of its run: that of the seed, with its faults and epochs."""
-        plan = plan_of(seed)
+        plan = plan_of(seed, submitted=self.submitted)
         if self.kinds:
             plan = replace(plan, kinds=self.kinds, every_s=self.every_s)
         if self.epochs:
@@ -557,6 +561,24 @@ MUTANTS = (
         _rules("SENT", "ZOMBIE", "ACKNOWLEDGED"),
         SLOW,
         seed=2,
+    ),
+    Mutant(
+        "a row is lost with the group that a rollback drops",
+        RowOutcomes,
+        "_return",
+        _does_nothing,
+        _rules("SUBMITTED"),
+        ("two trainers", "kill"),
+        submitted=True,
+    ),
+    Mutant(
+        "a repeated submission counts twice",
+        Submissions,
+        "find",
+        _does_nothing,
+        _rules("SUBMITTED"),
+        ("kill", "double messages"),
+        submitted=True,
     ),
     Mutant("the bound is one version too wide", Window, "__init__", _one_version_more, _rules("I1", "I2", "I4")),
     Mutant("one group too many is admitted", Window, "slack", _one_more, _rules("I2")),
