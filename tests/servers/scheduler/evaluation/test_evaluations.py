@@ -39,17 +39,17 @@ def evaluated(*sets: EvalSet, steps: int = 100, **more: Any) -> Config:
 
 
 def sums(**more: Any) -> EvalSet:
-    return EvalSet(**({"name": "sums", "source": "nobody:opens", "prompts": PROMPTS, "every": 2} | more))
+    return msgspec.convert({"name": "sums", "source": "nobody:opens", "prompts": PROMPTS, "every": 2} | more, EvalSet)
 
 
 class Player(Seat):
     """A rollout worker that plays evaluations: it accepts the commands, and the test sends the scores."""
 
-    def __init__(self, table: Table, name: str, **more: Any) -> None:
+    def __init__(self, table: Table, name: str) -> None:
         self.playing: Evaluate | None = None
         self.done = list[Evaluate]()
         """Every evaluation that it was ordered to play."""
-        super().__init__(table, name, **({"eval_prompts": [PROMPTS] * len(table.config.eval)} | more))
+        super().__init__(table, name, eval_prompts=[PROMPTS] * len(table.config.eval))
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -211,7 +211,8 @@ def test_while_an_evaluation_runs_the_newest_due_version_waits(table: Table) -> 
     assert [line["version"] for line in metrics(table)] == [0]
 
 
-def test_a_worker_with_a_newer_version_finishes_its_groups_before_it_loads_the_older_one(table: Table) -> None:
+def test_a_worker_with_a_newer_version_finishes_its_groups_before_it_loads_the_older_one(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", evaluated(sums(), max_staleness=6))
     a, b = Player(table, "a"), Player(table, "b")
     trains(table, a, b)
     assert weights(a.playing) == (0, 0)
@@ -220,11 +221,17 @@ def test_a_worker_with_a_newer_version_finishes_its_groups_before_it_loads_the_o
     table.ask("a", Detach(worker=WorkerId("a"), why="goodbye"))
     b.report()
     assert b.playing is None, "no token of its groups may be older than version 1"
-    while b.held:
-        b.finish(next(iter(b.held.values())).group)
+    before = set(b.held)
+    while left := before & set(b.held):
+        b.finish(b.held[min(left)].group)
+        if table.interpreter.machine.sealed_batch(Step(table.interpreter.machine.version)) is not None:
+            table.train()  # makes room in the window
         b.report()
+        new = [assign for lease, assign in b.held.items() if lease not in before]
+        assert all(assign.version == 0 for assign in new), "it starts no group before it has the older version"
     assert weights(b.playing) == (0, 0)
     assert b.stats.version == 0
+    table.close()
 
 
 def test_a_set_may_be_shared_by_several_workers(tmp_path: Path) -> None:
