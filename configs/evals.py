@@ -1,4 +1,4 @@
-"""``[[eval]]``: sets of held-out prompts that rollout workers play at a pinned version while training goes on."""
+"""``[[eval]]``: sets of held-out prompts that rollout workers play at a pinned version while training continues."""
 
 from typing import Annotated, Any
 
@@ -21,7 +21,7 @@ MAX_SAMPLES = 1024
 
 class EvalSet(Section, frozen=True, kw_only=True):
     """A set of held-out prompts. Rollout workers play it at the exact version that is due, with the environment, the
-    reward and the stages that the reward needs, while training goes on. Nothing of it is trained, and it takes no place
+    reward and the stages that the reward needs, while training continues. Nothing of it is trained, and it takes no place
     in the staleness window. Set exactly one of ``path`` and ``source``.
     """
 
