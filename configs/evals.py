@@ -21,8 +21,8 @@ MAX_SAMPLES = 1024
 
 class EvalSet(Section, frozen=True, kw_only=True):
     """A set of held-out prompts. Rollout workers play it at the exact version that is due, with the environment, the
-    reward and the stages that the reward needs, while training continues. Nothing of it is trained, and it takes no place
-    in the staleness window. Set exactly one of ``path`` and ``source``.
+    reward and the stages that the reward needs, while training continues. Nothing of it is trained, and it takes no
+    place in the staleness window. Set exactly one of ``path`` and ``source``.
     """
 
     name: Text

@@ -8,6 +8,9 @@ from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import PromptScores
 from staleflow.servers.scheduler.evaluation.schedule import Due
 
+MAX_NUMBERS, MAX_NAME = 1024, 200
+"""Maximum number of a sample's numbers, and of characters of a name: each becomes a metric."""
+
 
 @dataclass(slots=True, eq=False)
 class Share:
@@ -74,7 +77,8 @@ class Evaluation:
         """Return whether the scores may be those of this set: finite, and of as many samples as it has."""
         return all(
             len(one.rewards) == len(one.lengths) <= self.given.samples - one.failed
-            and all(len(values) == len(one.rewards) for values in one.numbers.values())
+            and len(one.numbers) <= MAX_NUMBERS
+            and all(len(name) <= MAX_NAME and len(values) == len(one.rewards) for name, values in one.numbers.items())
             and all(math.isfinite(value) for values in (one.rewards, *one.numbers.values()) for value in values)
             for one in scores
         )
