@@ -38,7 +38,7 @@ _SPECS = (
     *(("model", "build"), ("prompts", "source"), ("prompts", "eval_source"), ("environment", "run"), ("reward", "run")),
     *(("trainer.algorithm", "advantage"), ("trainer.algorithm", "loss")),
 )
-_LISTS = (("stage",), ("reward", "functions"), ("prompts", "sources"))
+_LISTS = (("stage",), ("eval",), ("reward", "functions"), ("prompts", "sources"))
 """Lists of tables with import paths."""
 _LONGEST_SOCKET = 100
 """Maximum bytes of a Unix socket's path; the kernel's limit is 107."""

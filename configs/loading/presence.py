@@ -144,6 +144,7 @@ def _question(config: Config, first: dict[str, tuple[list[str], bytes]]) -> prob
         calls[f"stage[{place}].run"] = (1, list(stage.options))
     sources: dict[str, tuple[dict[str, Any], dict[str, str], bool, bool]] = {}
     own = {f"prompts.sources[{place}].source": given.options for place, given in enumerate(config.prompts.sources)}
+    own |= {f"eval[{place}].source": given.options for place, given in enumerate(config.eval)}
     for key, its in {"prompts.source": options, "prompts.eval_source": options, **own}.items():
         if key in specs:
             given = {"seed": config.seed, **its}
@@ -171,6 +172,7 @@ def _prompt_files(config: Config) -> dict[str, str]:
     """Return the files of prompts by their keys."""
     files = {"prompts.path": config.prompts.path, "prompts.eval_path": config.prompts.eval_path}
     files |= {f"prompts.sources[{place}].path": given.path for place, given in enumerate(config.prompts.sources)}
+    files |= {f"eval[{place}].path": given.path for place, given in enumerate(config.eval)}
     return {key: path for key, path in files.items() if path}
 
 

@@ -11,6 +11,7 @@ from staleflow.configs.metrics import check_metrics
 from staleflow.configs.rewards import check_components
 from staleflow.configs.rules import algorithm
 from staleflow.configs.rules.coordination import check_coordination, check_spares, samples_started
+from staleflow.configs.rules.evals import VLLM_TEMPERATURE, check_evals
 from staleflow.configs.rules.streaming import check_pieces, check_streaming
 from staleflow.configs.schema import Config, Prompts, Trainer
 from staleflow.configs.section import Section
@@ -21,8 +22,6 @@ from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _EVERY_INTERFACE = ("0.0.0.0", "0", "::", "::0")
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
-_VLLM_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this value, and reports it only in its own log."""
 MIN_LEASE_S = 2.0
 """Two intervals between the reports of a rollout worker; a shorter lease can expire while its worker is healthy."""
 
@@ -33,7 +32,7 @@ def consistent(config: Config) -> None:
         rule(config)
     for rule in (check_streaming, _stages, _evaluated, _shards, _security, _binds, _direct, _metrics, _lengths):
         rule(config)
-    for rule in (_trainer, _gpus, _lease):
+    for rule in (_trainer, _gpus, _lease, check_evals):
         rule(config)
 
 
@@ -134,6 +133,7 @@ def import_paths(config: Config) -> dict[str, str]:
         "reward.run": config.reward.run,
         **{f"reward.functions[{place}].run": given.run for place, given in enumerate(config.reward.functions)},
         **{f"stage[{place}].run": stage.run for place, stage in enumerate(config.stage)},
+        **{f"eval[{place}].source": given.source for place, given in enumerate(config.eval)},
         **algorithm.import_paths(config.trainer.algorithm),
     }
     needed = [f"stage[{place}].run" for place in range(len(config.stage))]
@@ -205,8 +205,8 @@ def _groups(config: Config) -> None:
     if rollout.on_update == "recompute" and rollout.engine == "simulated":
         allowed = 'rollout.engine "simulated" has nothing to read anew: "keep" or "drain"'
         raise ConfigError("rollout.on_update", "recompute", allowed)
-    if rollout.engine == "vllm" and rollout.temperature < _VLLM_TEMPERATURE:
-        allowed = f'with rollout.engine "vllm" at least {_VLLM_TEMPERATURE}, which vLLM would sample with instead'
+    if rollout.engine == "vllm" and rollout.temperature < VLLM_TEMPERATURE:
+        allowed = f'with rollout.engine "vllm" at least {VLLM_TEMPERATURE}, which vLLM would sample with instead'
         raise ConfigError("rollout.temperature", rollout.temperature, allowed)
 
 
