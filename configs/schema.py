@@ -309,6 +309,9 @@ class Vllm(Section, frozen=True, kw_only=True):
     """Prefill the prompt once for all samples of a group. The cache is never shared between versions."""
     enforce_eager: bool = False
     """Disable compilation and CUDA graphs: a faster start and slower tokens. Always on with a CPU."""
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Other arguments of vLLM's engine, by the names of its ``AsyncEngineArgs``: ``quantization = "fp8"``. Names that
+    the installed vLLM does not have are refused, and those that other keys set. vLLM checks the values."""
 
 
 class Rollout(Section, frozen=True, kw_only=True):

@@ -150,10 +150,15 @@ def _question(config: Config, first: dict[str, tuple[list[str], bytes]]) -> prob
             calls[key] = (0, list(given))
             counted = key in _training(config) and config.prompts.epochs > 0
             sources[key] = (given, config.prompts.columns, config.prompts.chat_template, counted)
-    scored = (config.reward.needs, bool(config.environment.run))
-    tried = (_training(config)[0], config.reward.timeout_s) if _is_tried(config) else None
-    rows = {key: (columns, row.hex()) for key, (columns, row) in first.items()}
-    return {"specs": specs, "calls": calls, "sources": sources, "rows": rows, "scored": scored, "tried": tried}
+    return {
+        "specs": specs,
+        "calls": calls,
+        "sources": sources,
+        "rows": {key: (columns, row.hex()) for key, (columns, row) in first.items()},
+        "scored": (config.reward.needs, bool(config.environment.run)),
+        "tried": (_training(config)[0], config.reward.timeout_s) if _is_tried(config) else None,
+        "vllm_options": config.rollout.vllm.options if config.rollout.engine == "vllm" else {},
+    }
 
 
 def _training(config: Config) -> list[str]:

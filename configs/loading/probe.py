@@ -31,13 +31,16 @@ from staleflow.configs.rewards import (
     takes_lists,
 )
 from staleflow.configs.stages import check_row
+from staleflow.configs.vllm_options import ARGUMENTS, check_names
+from staleflow.configs.vllm_options import KEY as OPTIONS
 
 Question = dict[str, Any]
 """``specs``: import paths by key. ``calls``: (positional count, keyword names) that a callable must take, by key.
 ``sources``: (keyword arguments, renames of its columns, ``prompts.chat_template``, whether to count its rows), by key.
 ``rows``: the columns of a file's first row, and the row as it is sent, in hex, by key. ``scored``: stage columns that a
 reward gets in addition to those of a row, and whether there may be more. ``tried``: the key whose first row the reward
-is called with, and the time limit in seconds; None: the reward is not called."""
+is called with, and the time limit in seconds; None: the reward is not called. ``vllm_options``: arguments that vLLM's
+engine must have."""
 
 REWARD = "reward."
 """Start of the keys of reward functions."""
@@ -99,6 +102,8 @@ def answer(question: Question, refuse: Callable[[ConfigError], None]) -> dict[st
     functions = {key: load_object(spec, key) for key, spec in specs.items()}
     if KEY in functions:
         check_methods(functions[KEY], specs[KEY])
+    if engine_options := question["vllm_options"]:
+        check_names(engine_options, inspect.signature(load_object(ARGUMENTS, OPTIONS)).parameters)
     for key, (positional, names) in question["calls"].items():
         _takes(functions[key], key, specs[key], positional, names)
     read = {key: _rows(functions[key], key, specs[key], *how) for key, how in question["sources"].items()}

@@ -4,6 +4,7 @@ import math
 import re
 from urllib.parse import urlsplit
 
+from staleflow.configs import vllm_options
 from staleflow.configs.engines import ENGINES
 from staleflow.configs.errors import MISSING, ConfigError, shown
 from staleflow.configs.imports import split
@@ -178,6 +179,7 @@ def _groups(config: Config) -> None:
     if rollout.engine_options and rollout.engine in ENGINES:
         allowed = "these are keyword arguments of an engine class of your own; leave it empty"
         raise ConfigError("rollout.engine_options", ", ".join(rollout.engine_options), allowed)
+    vllm_options.check_own(rollout.vllm.options)
     samples = samples_started(rollout)
     if samples > rollout.max_inflight:
         allowed = f"a group of {samples} samples must fit: at least {samples}"

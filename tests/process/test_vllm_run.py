@@ -49,3 +49,12 @@ def test_weights_from_the_trainer_reach_vllm_too(run_dir: Path) -> None:
     log = (run_dir / "logs" / "rollout-0.log").read_text()
     loaded = re.findall(r"version (\d+) of lineage 0 is loaded, from the trainer", log)
     assert any(int(version) > 0 for version in loaded), log  # under load, an engine skips some versions
+
+
+def test_an_option_that_vllm_does_not_have_is_refused_before_anything_starts(run_dir: Path) -> None:
+    with Run(run_dir, "smoke.toml", *SMALL, "rollout.vllm.options.quantisation=fp8") as run:
+        output = run.finish(END_S)
+    assert run.process.returncode == 2
+    assert 'rollout.vllm.options.quantisation is "fp8"' in output
+    assert "did you mean quantization" in output
+    assert not run_dir.exists()

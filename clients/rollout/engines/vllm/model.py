@@ -3,7 +3,8 @@
 """Build a ready vLLM engine from a model directory."""
 
 import asyncio
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from staleflow.clients.tokens import check_vocabulary, encoder, open_tokenizer, 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.presence import check_model_dir
 from staleflow.configs.schema import Config
+from staleflow.configs.vllm_options import KEY as OPTIONS
+from staleflow.configs.vllm_options import check_names
 
 STREAM_TOKENS = 16
 """Number of tokens per output of vLLM's output loop, except the first token of a request."""
@@ -124,6 +127,7 @@ def start_engine(config: Config, directory: Path, context: int, *, cpu: bool) ->
 
     from staleflow.clients.rollout.engines.vllm.counters import Counters
 
+    check_names(config.rollout.vllm.options, inspect.signature(AsyncEngineArgs).parameters)
     counters, checked = Counters(), False
     try:
         args = AsyncEngineArgs(**arguments(config, directory, context, cpu=cpu))
@@ -133,11 +137,11 @@ def start_engine(config: Config, directory: Path, context: int, *, cpu: bool) ->
             engine_config, stat_loggers=[counters.of], disable_log_stats=args.disable_log_stats
         )
     except Exception as error:  # vLLM raises arbitrary exceptions; the engine core logs the reason
-        raise failure(error, checked=checked) from error
+        raise failure(error, checked=checked, options=config.rollout.vllm.options) from error
     return llm, counters
 
 
-def failure(error: Exception, *, checked: bool) -> ConfigError | EngineError:
+def failure(error: Exception, *, checked: bool, options: Mapping[str, Any] | None = None) -> ConfigError | EngineError:
     """Convert an exception from vLLM: ``ConfigError`` if vLLM's checks rejected the arguments.
 
     Errors after the arguments are ``checked`` may be transient, whatever their type: a port in use, or memory that
@@ -145,12 +149,14 @@ def failure(error: Exception, *, checked: bool) -> ConfigError | EngineError:
     """
     text = f"vLLM does not start with this model on this machine: {advice(error)}"
     if not checked and isinstance(error, (ValueError, TypeError, NotImplementedError)):
+        if options:
+            return ConfigError(OPTIONS, options, text)
         return ConfigError("rollout.engine", "vllm", text)
     return EngineError(text)
 
 
 def arguments(config: Config, directory: Path, context: int, *, cpu: bool) -> dict[str, Any]:
-    """Return vLLM's engine arguments for a run."""
+    """Return vLLM's engine arguments for a run. Its options may replace only defaults that suit most machines."""
     rollout, vllm = config.rollout, config.rollout.vllm
     chosen: dict[str, Any] = {
         "model": str(directory),
@@ -176,4 +182,4 @@ def arguments(config: Config, directory: Path, context: int, *, cpu: bool) -> di
         }
     else:
         chosen["gpu_memory_utilization"] = vllm.gpu_memory_utilization
-    return chosen
+    return chosen | vllm.options

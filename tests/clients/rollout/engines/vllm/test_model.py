@@ -30,6 +30,7 @@ from staleflow.clients.rollout.engines.vllm.package import PARENT, advice, prepa
 from staleflow.clients.tokens import check_vocabulary, open_tokenizer, stop_ids
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config, Model, Prompts, Reward, Rollout, Vllm
+from staleflow.configs.vllm_options import FIXED, OWN
 from tests.clients.rollout.fidelity import STOP, VOCABULARY, build, published, save
 
 
@@ -122,6 +123,14 @@ def test_arguments_say_what_the_contract_needs_and_differ_by_device() -> None:
     }
     assert (cpu["enforce_eager"], cpu["kv_cache_memory_bytes"]) == (True, 3 << 20)
     assert (cpu["distributed_executor_backend"], "gpu_memory_utilization" in cpu) == ("uni", False)
+
+
+def test_options_are_passed_on_and_replace_only_defaults() -> None:
+    given = {"quantization": "fp8", "block_size": 64}
+    for cpu in (True, False):
+        plain = arguments(config(), Path("model"), 64, cpu=cpu)
+        assert arguments(config(options=given), Path("model"), 64, cpu=cpu) == plain | given
+        assert set(plain) - {*OWN, *FIXED} <= {"block_size", "distributed_executor_backend", "stream_interval"}
 
 
 def test_the_environment_is_prepared_but_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
