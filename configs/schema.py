@@ -364,6 +364,10 @@ class Rollout(Section, frozen=True, kw_only=True):
     else ``none``."""
     threads: Processes = 1
     """Number of torch threads of an instance."""
+    pool: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Workers of several kinds in place of ``workers``, as tables ``[[rollout.pool]]``. Each has ``workers`` (default
+    1) and values of its own for ``engine``, ``engine_options``, ``max_inflight``, ``threads``, ``gpus``, ``vllm`` and
+    ``simulated``; other values are those of ``[rollout]``. Pools without ``gpus`` share ``rollout.gpus`` in order."""
     redundancy: Redundancy = field(default_factory=Redundancy)
     simulated: Simulated = field(default_factory=Simulated)
     vllm: Vllm = field(default_factory=Vllm)

@@ -24,7 +24,7 @@ from staleflow.clients.weights import Puller
 from staleflow.configs.engines import KEY, check_methods, is_stepped
 from staleflow.configs.imports import load_object
 from staleflow.configs.loading.load import config_sha, model_dir
-from staleflow.configs.rules.checks import needs_model
+from staleflow.configs.rules.checks import has_tokenizer, needs_model
 from staleflow.configs.schema import Config
 from staleflow.net.client import Client, worker_id
 from staleflow.net.permissions import Role
@@ -170,7 +170,7 @@ def open_environments(config: Config, run_dir: Path, engine: AsyncEngine, recipe
     """Return the run's environments, not yet started; None for plain prompts."""
     if not config.environment.run:
         return None
-    if config.rollout.engine == "simulated" or not needs_model(config):
+    if not has_tokenizer(config):
         return Environments(config, engine, ByteChatTemplate(), recipe)
     from staleflow.clients.rollout.episodes.chat.tokenizer import open_chat_template
 

@@ -1,7 +1,9 @@
 """A whole run with vLLM as its engine survives the death of a worker in the middle."""
 
 import importlib.util
+import json
 import re
+import signal
 from pathlib import Path
 
 import psutil
@@ -49,6 +51,25 @@ def test_weights_from_the_trainer_reach_vllm_too(run_dir: Path) -> None:
     log = (run_dir / "logs" / "rollout-0.log").read_text()
     loaded = re.findall(r"version (\d+) of lineage 0 is loaded, from the trainer", log)
     assert any(int(version) > 0 for version in loaded), log  # under load, an engine skips some versions
+
+
+def test_vllm_and_transformers_generate_for_one_run(run_dir: Path) -> None:
+    pools = 'rollout.pool=[{engine="transformers", max_inflight=8}, {max_inflight=16, vllm={kv_cache_mb=8}}]'
+    with Run(run_dir, "smoke.toml", *SMALL, pools, "trainer.steps=2000") as run:
+        pushed = set[str]()
+        while pushed != {"rollout-0", "rollout-1"}:
+            run.wait_for("push", run.count("push") + 50, END_S)
+            pushed = {str(e["worker"]).partition(".")[0] for e in run.events() if e["ev"] == "push"}
+        run.process.send_signal(signal.SIGINT)
+        output = run.finish(END_S)
+    assert run.process.returncode == 130, output
+    assert run.summary()["violations"] == 0
+    audited(run_dir, "consume=1", "close=1")
+    attached = [(run_dir / "logs" / f"rollout-{number}.log").read_text() for number in range(2)]
+    assert "transformers engine, 3 groups" in attached[0]
+    assert "vllm engine, 6 groups" in attached[1]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert max(line["mismatch_kl"] for line in lines if "mismatch_kl" in line) < 0.01
 
 
 def test_an_option_that_vllm_does_not_have_is_refused_before_anything_starts(run_dir: Path) -> None:

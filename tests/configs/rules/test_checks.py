@@ -48,7 +48,7 @@ DIRECT = ("parameters.transport=direct", "rollout.engine=transformers", "trainer
         (["trainer.gpus=[0,0]"], r"trainer\.gpus is \[0, 0\]; each GPU may be named once$"),
         (
             ["rollout.engine=vllm", "model.path=/m", "rollout.vllm.tensor_parallel=2", "rollout.gpus=[3]"],
-            r"rollout\.gpus is \[3\]; an engine needs rollout\.vllm\.tensor_parallel = 2 of them, or none be named$",
+            r"rollout\.gpus is \[3\]; an engine needs 2 of them \(rollout\.vllm\.tensor_parallel\), or none",
         ),
         (["trainer.eval_every=5"], r"trainer\.eval_every is 5; it needs held-out prompts: prompts\.eval_path or"),
         (
