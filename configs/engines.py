@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from staleflow.configs.errors import ConfigError
 
-ENGINES: Final = ("simulated", "transformers", "vllm")
+ENGINES: Final = ("simulated", "transformers", "vllm", "vllm_server")
 KEY: Final = "rollout.engine"
 
 STEPPED: Final = ("submit", "step", "interrupt", "withdraw", "abort", "load", "stats")

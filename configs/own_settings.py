@@ -12,14 +12,14 @@ from staleflow.configs.loading.toml import value_text
 from staleflow.configs.schema import Config, Environment, Rollout
 
 OWN: Final = {
-    "rollout": ("engine", "engine_options", "max_inflight", "threads", "simulated", "vllm"),
+    "rollout": ("engine", "engine_options", "max_inflight", "threads", "simulated", "vllm", "vllm_server"),
     "environment": ("host", "port", "advertise"),
 }
 """Keys that a rollout worker may have a value of its own for, by table."""
 STARTED: Final = ("workers", "gpus", "pool")
 """Keys of ``rollout`` that only the process which starts the workers reads."""
 NAMES: Final = ", ".join(f"{table}.{name}" for table, names in OWN.items() for name in names)
-_TABLES: Final = ("simulated", "vllm")
+_TABLES: Final = ("simulated", "vllm", "vllm_server")
 """Own keys that are tables of the schema."""
 
 

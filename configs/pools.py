@@ -65,7 +65,7 @@ def gpus_of_engine(config: Config) -> int:
     """Return the number of GPUs of one worker."""
     rollout = config.rollout
     match rollout.engine:
-        case "simulated":
+        case "simulated" | "vllm_server":
             return 0
         case "vllm":
             return rollout.vllm.tensor_parallel * int(rollout.vllm.options.get("pipeline_parallel_size", 1))

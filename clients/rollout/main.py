@@ -139,6 +139,10 @@ async def open_engine(config: Config, run_dir: Path) -> tuple[AsyncEngine, Encod
             from staleflow.clients.rollout.engines.vllm.model import open_vllm
 
             return await open_vllm(config, model_dir(config, run_dir))
+        case "vllm_server":
+            from staleflow.clients.rollout.engines.vllm.model import open_vllm_server
+
+            return await open_vllm_server(config, model_dir(config, run_dir))
         case _:
             return await open_user_engine(config, model_dir(config, run_dir))
 

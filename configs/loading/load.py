@@ -114,7 +114,8 @@ def _absolute_pools(table: dict[str, Any], base: Path) -> dict[str, Any]:
     if not isinstance(given, list):
         return table
     entries = [
-        _absolute({"rollout": one}, base)["rollout"] if isinstance(one, dict) else one for one in cast(Iterable[Any], given)
+        _absolute({"rollout": one}, base)["rollout"] if isinstance(one, dict) else one
+        for one in cast(Iterable[Any], given)
     ]
     return dotted.apply(table, [(("rollout", "pool"), entries)])
 

@@ -75,7 +75,7 @@ def check_packages(config: Config, role: str = "", stage: str = "") -> None:
     backend = config.trainer.backend
     for pool in pools(config) if role in ("", "rollout") else []:
         key, engine = f"{pool.key}.engine", pool.config.rollout.engine
-        if engine == "vllm":
+        if engine in ("vllm", "vllm_server"):
             check_package(key, engine, "vllm", VLLM)
         if engine == "transformers":
             _check_torch(key, engine)

@@ -72,7 +72,7 @@ def _lease(config: Config) -> None:
 
 def needs_model(config: Config) -> bool:
     """Return True unless no shipped engine, trainer or stage starts from the policy's model."""
-    if config.rollout.engine in ("transformers", "vllm") or config.trainer.backend != "simulated":
+    if config.rollout.engine in ("transformers", "vllm", "vllm_server") or config.trainer.backend != "simulated":
         return True
     own = {REFERENCE: config.reference.path, CRITIC: config.critic.path}
     return any(not own[stage] for stage in stages(config) if stage in own)
@@ -210,6 +210,8 @@ def _engine(config: Config) -> None:
         allowed = "these are keyword arguments of an engine class of your own; leave it empty"
         raise ConfigError("rollout.engine_options", ", ".join(rollout.engine_options), allowed)
     vllm_options.check_own(rollout.vllm.options)
+    if rollout.engine == "vllm_server":
+        _server(config)
     samples = samples_started(rollout)
     if samples > rollout.max_inflight:
         allowed = f"a group of {samples} samples must fit: at least {samples}"
@@ -217,9 +219,22 @@ def _engine(config: Config) -> None:
     if rollout.on_update == "recompute" and rollout.engine == "simulated":
         allowed = 'rollout.engine "simulated" has nothing to read anew: "keep" or "drain"'
         raise ConfigError("rollout.on_update", "recompute", allowed)
-    if rollout.engine == "vllm" and rollout.temperature < _VLLM_TEMPERATURE:
-        allowed = f'with rollout.engine "vllm" at least {_VLLM_TEMPERATURE}, which vLLM would sample with instead'
+    if rollout.engine in ("vllm", "vllm_server") and rollout.temperature < _VLLM_TEMPERATURE:
+        allowed = (
+            f'with rollout.engine "{rollout.engine}" at least {_VLLM_TEMPERATURE}, which vLLM would sample with instead'
+        )
         raise ConfigError("rollout.temperature", rollout.temperature, allowed)
+
+
+def _server(config: Config) -> None:
+    """Check that a worker has a vLLM server to itself: each load of weights pauses it."""
+    rollout, url = config.rollout, urlsplit(config.rollout.vllm_server.url)
+    if url.scheme not in ("http", "https") or not url.netloc or url.path.strip("/"):
+        allowed = "it must be http://host:port"
+        raise ConfigError("rollout.vllm_server.url", rollout.vllm_server.url, allowed)
+    if rollout.workers > 1:
+        allowed = 'each worker needs a server of its own with rollout.engine "vllm_server": 1, or [[rollout.pool]]'
+        raise ConfigError("rollout.workers", rollout.workers, allowed)
 
 
 def _groups(config: Config) -> None:

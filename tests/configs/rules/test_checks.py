@@ -36,6 +36,14 @@ DIRECT = ("parameters.transport=direct", "rollout.engine=transformers", "trainer
             r'rollout\.temperature is 0\.009; with rollout\.engine "vllm" at least 0\.01, which vLLM would sample',
         ),
         (
+            ["rollout.engine=vllm_server", "model.path=/m", "rollout.workers=2"],
+            r'rollout\.workers is 2; each worker needs a server of its own with rollout\.engine "vllm_server": 1, or',
+        ),
+        (
+            ["rollout.engine=vllm_server", "model.path=/m", "rollout.vllm_server.url=box:8000"],
+            r'rollout\.vllm_server\.url is "box:8000"; it must be http://host:port$',
+        ),
+        (
             ["trainer.lr_min_share=0.1"],
             r'lr_min_share is 0\.1; with trainer\.lr_schedule "constant" nothing ends at it; leave it at 0\.0$',
         ),

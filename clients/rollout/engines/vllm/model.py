@@ -67,6 +67,60 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
     return engine, encode
 
 
+async def open_vllm_server(config: Config, directory: Path) -> tuple[Any, Encode]:
+    """Return the engine of a running server and the tokenizer of the run's model directory.
+
+    Raise ``ConfigError`` if the server cannot serve the run, ``EngineError`` if it does not answer.
+    """
+    prepare(config.rollout.threads, cpu=not torch.cuda.is_available())
+    open_package()
+    tokenizer = open_tokenizer(directory)
+    model = skeleton(directory, config.model.dtype)
+    check_vocabulary(tokenizer, model)
+
+    from staleflow.clients.rollout.engines.vllm.counters import Counters
+    from staleflow.clients.rollout.engines.vllm.engine import VllmEngine
+    from staleflow.clients.rollout.engines.vllm.server import ServerClient
+
+    counters, url = Counters(), config.rollout.vllm_server.url
+    client = ServerClient(url, counters)
+    try:
+        theirs = await client.open()
+        context = check_server(theirs, url, config.model.dtype)
+        cache = theirs["cache_config"]
+        counters.slots = theirs["scheduler_config"]["max_num_seqs"]
+        counters.kv_capacity = (cache["num_gpu_blocks"] or 0) * cache["block_size"]
+        engine = VllmEngine(
+            client,
+            counters,
+            model,
+            stop_ids(model, tokenizer),
+            tokenizer_decoder(directory),
+            context=context_of(model, context),
+            on_update=config.rollout.on_update,
+        )
+        await engine.start()
+    except BaseException:
+        await client.close()
+        raise
+    return engine, encoder(tokenizer, chat_template=config.prompts.chat_template, system=config.prompts.system)
+
+
+def check_server(theirs: Mapping[str, Any], url: str, dtype: str) -> int:
+    """Return the context of a server, whose configuration is ``theirs``. Raise ``ConfigError`` for a wrong one."""
+    model, transfer = theirs["model_config"], theirs["weight_transfer_config"] or {}
+    for option, wanted, value in (
+        ("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}', f'{{"backend": "{transfer.get("backend")}"}}'),
+        ("--logprobs-mode", "processed_logprobs", model["logprobs_mode"]),
+        ("--dtype", dtype, model["dtype"].removeprefix("torch.")),
+        ("--data-parallel-size", "1", str(theirs["parallel_config"]["data_parallel_size"])),
+    ):
+        if value != wanted:
+            allowed = f"the server has {option} {value}; start it with {option} '{wanted}'"
+            raise ConfigError("rollout.vllm_server.url", url, allowed)
+    return int(model["max_model_len"])
+
+
 def skeleton(directory: Path, dtype: str) -> Any:
     """Build the ``transformers`` model without weights: names, shapes, dtypes and ties."""
     check_model_dir(directory, "model directory")
