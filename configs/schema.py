@@ -318,6 +318,17 @@ class Vllm(Section, frozen=True, kw_only=True):
     """Prefill the prompt once for all samples of a group. The cache is never shared between versions."""
     enforce_eager: bool = False
     """Disable compilation and CUDA graphs: a faster start and slower tokens. Always on with a CPU."""
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Other arguments of vLLM's engine, by the names of its ``AsyncEngineArgs``: ``quantization = "fp8"``. Names that
+    the installed vLLM does not have are refused, and those that other keys set. vLLM checks the values."""
+
+
+class VllmServer(Section, frozen=True, kw_only=True):
+    """The engine ``vllm_server``: a running vLLM server on the worker's host, whose weights only this worker may
+    change."""
+
+    url: Text = "http://127.0.0.1:8000"
+    """Address of the server, ``http://host:port``. If it has an API key, set VLLM_API_KEY for the worker."""
 
 
 class Rollout(Section, frozen=True, kw_only=True):
@@ -325,9 +336,10 @@ class Rollout(Section, frozen=True, kw_only=True):
 
     engine: Text = "transformers"
     """Engine that generates. ``transformers``: continuous batching on CPUs or one GPU. ``vllm``: vLLM, an extra.
-    ``simulated``: sleeps by the cost model of ``[rollout.simulated]`` and returns random tokens; needs neither model
-    nor torch. Or the import path of a class of your own, ``module:Class`` or ``file.py:Class``, called as
-    ``Class(directory, config, **engine_options)`` in each rollout worker with the model directory."""
+    ``vllm_server``: a vLLM server that you started. ``simulated``: sleeps by the cost model of ``[rollout.simulated]``
+    and returns random tokens; needs neither model nor torch. Or the import path of a class of your own,
+    ``module:Class`` or ``file.py:Class``, called as ``Class(directory, config, **engine_options)`` in each rollout
+    worker with the model directory."""
     engine_options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of your own engine class."""
     workers: Processes = 1
@@ -370,9 +382,15 @@ class Rollout(Section, frozen=True, kw_only=True):
     else ``none``."""
     threads: Processes = 1
     """Number of torch threads of an instance."""
+    pool: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Workers of several kinds in place of ``workers``, as tables ``[[rollout.pool]]``. Each has ``workers`` (default
+    1) and values of its own for ``engine``, ``engine_options``, ``max_inflight``, ``threads``, ``gpus``, ``vllm``,
+    ``vllm_server`` and ``simulated``; other values are those of ``[rollout]``. Pools without ``gpus`` share
+    ``rollout.gpus`` in order."""
     redundancy: Redundancy = field(default_factory=Redundancy)
     simulated: Simulated = field(default_factory=Simulated)
     vllm: Vllm = field(default_factory=Vllm)
+    vllm_server: VllmServer = field(default_factory=VllmServer)
 
 
 class Coordination(Section, frozen=True, kw_only=True):

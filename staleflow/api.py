@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -247,9 +247,17 @@ class Run:
             self.address, name=name, config_sha=config_sha(self.config), rank=rank, world=world, transport=sockets
         )
 
-    def attach(self, role: Literal["rollout", "stage"], name: str = "", *, stage: str = "reward") -> "Worker":
+    def attach(
+        self,
+        role: Literal["rollout", "stage"],
+        name: str = "",
+        *,
+        stage: str = "reward",
+        overrides: Sequence[str] = (),
+    ) -> "Worker":
         """Start another engine, or another worker of a stage, as a process on this machine.
 
+        ``overrides``: settings of this engine, ``["rollout.engine=vllm"]``; those that all processes share are refused.
         Returns once the run has taken it in. ``ConfigError`` with its last line if it ends before.
         """
         name = name or generated_name(role, stage)
@@ -257,7 +265,7 @@ class Run:
         if self._folder is not None:  # its configuration names the keys
             place = ("--run-dir", str(self._folder))
         command = [sys.executable, "-m", "staleflow.cli", "attach", role, *place]
-        command += ["--name", name, *(("--stage", stage) if role == "stage" else ())]
+        command += ["--name", name, *(("--stage", stage) if role == "stage" else ()), *overrides]
         worker = Worker(
             subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0, text=True)
         )

@@ -27,7 +27,7 @@ from staleflow.configs.engines import KEY, check_methods, is_stepped
 from staleflow.configs.imports import load_object
 from staleflow.configs.loading.load import config_sha, model_dir
 from staleflow.configs.loading.prompt_rows import open_eval_set
-from staleflow.configs.rules.checks import needs_model
+from staleflow.configs.rules.checks import has_tokenizer, needs_model
 from staleflow.configs.schema import Config
 from staleflow.net.client import Client, worker_id
 from staleflow.net.permissions import Role
@@ -145,6 +145,10 @@ async def open_engine(config: Config, run_dir: Path) -> tuple[AsyncEngine, Encod
             from staleflow.clients.rollout.engines.vllm.model import open_vllm
 
             return await open_vllm(config, model_dir(config, run_dir))
+        case "vllm_server":
+            from staleflow.clients.rollout.engines.vllm.model import open_vllm_server
+
+            return await open_vllm_server(config, model_dir(config, run_dir))
         case _:
             return await open_user_engine(config, model_dir(config, run_dir))
 
@@ -176,7 +180,7 @@ def open_environments(config: Config, run_dir: Path, engine: AsyncEngine, recipe
     """Return the run's environments, not yet started; None for plain prompts."""
     if not config.environment.run:
         return None
-    if config.rollout.engine == "simulated" or not needs_model(config):
+    if not has_tokenizer(config):
         return Environments(config, engine, ByteChatTemplate(), recipe)
     from staleflow.clients.rollout.episodes.chat.tokenizer import open_chat_template
 

@@ -40,6 +40,6 @@ def _check_sampling(key: str, given: EvalSet, config: Config) -> None:
     if given.samples > 1 and given.temperature == 0:
         allowed = f"with {key}.samples = {given.samples} it must be above 0: greedy samples are all the same"
         raise ConfigError(f"{key}.temperature", given.temperature, allowed)
-    if config.rollout.engine == "vllm" and 0 < given.temperature < VLLM_TEMPERATURE:
-        allowed = f'with rollout.engine "vllm" it must be 0 or at least {VLLM_TEMPERATURE}'
+    if config.rollout.engine in ("vllm", "vllm_server") and 0 < given.temperature < VLLM_TEMPERATURE:
+        allowed = f'with rollout.engine "{config.rollout.engine}" it must be 0 or at least {VLLM_TEMPERATURE}'
         raise ConfigError(f"{key}.temperature", given.temperature, allowed)

@@ -93,7 +93,7 @@ FIELDS = {
     "batch": "batch id; None: version 0",
     "code": "reason, one of the refusal codes; None in a result: success",
     "commands": "numbered `first`, `first` + 1, …",
-    "config_sha": "hex SHA-256 of the run's configuration",
+    "config_sha": "hex SHA-256 of the settings that all processes of the run share",
     "count": "number of further groups to wait for",
     "detail": "reason in words",
     "digest": "hex SHA-256 over the members",

@@ -17,7 +17,7 @@ class Attach(Message, frozen=True, kw_only=True):
     role: str
     """rollout, stage, trainer, trajectories, parameters, relay, prompts, monitor or admin."""
     config_sha: str = ""
-    """Hash of the process's configuration; empty if it takes the scheduler's."""
+    """Hash of the shared settings in the process's configuration; empty if it takes the scheduler's."""
     endpoint: str = ""
     """Servers: address at which they are reached."""
     shard: int = 0
