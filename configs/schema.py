@@ -502,6 +502,10 @@ class Algorithm(Section, frozen=True, kw_only=True):
 class Trainer(Section, frozen=True, kw_only=True):
     """The training process."""
 
+    run: Text = ""
+    """Import path of a function ``f(run_dir)`` that trains in place of the built-in trainer, with ``staleflow.connect``
+    and a ``TrainerClient``. It replaces ``backend``, evaluation and ``algorithm``; other keys of this section have an
+    effect if it reads them. Empty: the built-in trainer."""
     backend: Literal["torch", "ddp", "fsdp", "deepspeed", "simulated"] = "torch"
     """``torch`` is one process; ``ddp`` keeps a whole model on each of ``nproc`` ranks, ``fsdp`` (FSDP2) and
     ``deepspeed`` (ZeRO, an extra) shard it. ``simulated`` sleeps ``simulated_step_s`` and publishes a few bytes, to try

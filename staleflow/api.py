@@ -19,7 +19,7 @@ import msgspec
 
 from staleflow.clients.admin import Admin
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.loading.load import addresses, from_json, load, read_run
+from staleflow.configs.loading.load import addresses, from_json, load, model_dir, read_run
 from staleflow.configs.loading.presence import present
 from staleflow.configs.schema import Config
 from staleflow.metrics.reader import metric_lines
@@ -203,6 +203,8 @@ class Run:
         """Configuration of the run."""
         self.run_dir = run_dir or Path(attached.run_dir)
         """Run directory on the scheduler's machine."""
+        self.model_dir = model_dir(self.config, self.run_dir)
+        """Directory of the initial model and the tokenizer, on the scheduler's machine."""
 
     def __enter__(self) -> Self:
         return self

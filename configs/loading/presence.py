@@ -140,6 +140,8 @@ def _question(config: Config, first: dict[str, tuple[list[str], bytes]]) -> prob
     for key, arguments in (("trainer.algorithm.advantage", 2), ("trainer.algorithm.loss", 5)):
         if key in specs:
             calls[key] = (arguments, [])
+    if config.trainer.run:
+        calls["trainer.run"] = (1, [])
     if config.environment.run:
         calls["environment.run"] = (0, list(config.environment.options))
     for pool in pools(config):

@@ -165,6 +165,7 @@ def import_paths(config: Config) -> dict[str, str]:
         **{f"reward.functions[{place}].run": given.run for place, given in enumerate(config.reward.functions)},
         **{f"stage[{place}].run": stage.run for place, stage in enumerate(config.stage)},
         **{f"eval[{place}].source": given.source for place, given in enumerate(config.eval)},
+        "trainer.run": config.trainer.run,
         **algorithm.import_paths(config.trainer.algorithm),
     }
     needed = [f"stage[{place}].run" for place in range(len(config.stage))]
