@@ -99,7 +99,7 @@ class Inbox:
         for parts in now:
             if not self.open:
                 return
-            frames = list(map(memoryview, parts[num_heads:]))
+            frames = [memoryview(part) for part in parts[num_heads:]]
             size = sum(map(len, parts[num_heads - 1 :]))
             oversize = size > limits.max_message_bytes or len(frames) > limits.max_frames
             self._on_message(list(parts[:num_heads]), frames, oversize)
