@@ -138,6 +138,10 @@ class Instance:
         """Return whether an abort of the lease is pending, not acknowledged."""
         return self.aborting.get(lease, 0) > self.commands.acked
 
+    def has_received_evaluation(self) -> bool:
+        """Return whether it has acknowledged the newest order to play an evaluation."""
+        return not any(isinstance(command, Evaluate) for command in self.commands.pending)
+
     def order_pull(self, lineage: Lineage, version: Version, now_ms: int) -> None:
         self.stuck = self.stuck or self.pull is not None
         self.commands.add(Pull(lineage=lineage, version=version))

@@ -266,13 +266,13 @@ class Instances:
         instance.pinned, instance.evaluation = None, 0
         self.touch(instance.worker)
 
-    def evaluate(self, instance: Instance, command: Evaluate, now_ms: int) -> int:
-        """Order an instance to play an evaluation, and to load its weights if needed; return the command's number."""
+    def evaluate(self, instance: Instance, command: Evaluate, now_ms: int) -> None:
+        """Order an instance to play an evaluation, and to load its weights if needed."""
         instance.evaluation = command.ticket
         weights = (command.lineage, command.version)
         if (instance.loaded() if instance.pull is None else instance.pull) != weights:
             self.order_pull(instance, *weights, now_ms)
-        return self._order(instance, command)
+        self._order(instance, command)
 
     def end_evaluation(self, instance: Instance, ticket: int) -> None:
         """Order an instance to discard an evaluation, once."""

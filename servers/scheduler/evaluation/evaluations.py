@@ -99,7 +99,7 @@ class Evaluations:
         elif ticket:
             self._instances.end_evaluation(instance, ticket)
         evaluation, own = self._share_of(instance.evaluation)
-        if evaluation and own and ticket != own.ticket and own.command <= instance.commands.acked:
+        if evaluation and own and ticket != own.ticket and instance.has_received_evaluation():
             self._fail(evaluation, own, "the worker stopped playing it", now_ms)
 
     def put(self, call: Call, body: PutScores) -> None:
@@ -198,7 +198,7 @@ class Evaluations:
                     version=evaluation.due.version,
                     prompts=list(share.prompts),
                 )
-                share.command = self._instances.evaluate(instance, command, now_ms)
+                self._instances.evaluate(instance, command, now_ms)
 
     def _choose(self, evaluation: Evaluation) -> Instance | None:
         """Return the least busy worker that can play the set, preferably one that has not failed it and has no newer

@@ -21,14 +21,12 @@ class Share:
     worker: WorkerId | None = None
     ticket: int = 0
     """Ticket of the command; 0 while it is not ordered."""
-    command: int = 0
-    """Number of the command in the worker's queue."""
     renewed_ms: int = 0
     """Time of the order, or of the worker's last report that named the ticket."""
 
     def release(self) -> None:
         """Make the share free for another worker."""
-        self.worker, self.ticket, self.command = None, 0, 0
+        self.worker, self.ticket = None, 0
 
 
 @dataclass(slots=True, eq=False)

@@ -184,7 +184,6 @@ def test_a_worker_that_comes_back_with_an_old_evaluation_is_ordered_to_end_it(ta
     table.silent("a")
     b.report()
     assert b.playing is not None
-    a.ack = 0
     a.report()
     assert a.playing is None
 
@@ -326,14 +325,12 @@ def test_a_restarted_scheduler_has_unfinished_evaluations_played_again(table: Ta
     ticket = a.playing.ticket
     a.score(0)
     table.restart()
-    a.ack = 0
     a.report()
     assert a.playing is not None
     assert a.playing.ticket > ticket, "tickets of different incarnations differ"
     assert a.playing.prompts == [0, 1, 2, 3]
     a.score()
     table.restart()
-    a.ack = 0
     a.report()
     assert a.playing is None
 
@@ -351,7 +348,6 @@ def test_a_trained_run_ends_after_its_last_evaluation(tmp_path: Path) -> None:
     )
     table.restart()
     assert table.status()["trained"] is True
-    a.ack = 0
     a.report()
     assert weights(a.playing) == (0, 1)
     a.score()
