@@ -177,10 +177,10 @@ class VllmEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if isinstance(self._llm, AsyncLLM):
-            await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
-        else:
+        if isinstance(self._llm, ServerClient):
             await self._llm.close()  # the server continues
+        else:
+            await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
 
     # --- requests ---
 

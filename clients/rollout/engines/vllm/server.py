@@ -183,10 +183,8 @@ class ServerClient:
 
     # --- the server as a whole ---
 
-    def shutdown(self, _: float = 0.0) -> None:
-        """Do nothing: ``close`` ends the connections, and the server continues."""
-
     async def close(self) -> None:
+        """End the connections. The server continues."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -59,7 +59,7 @@ pytestmark = [
 ]
 
 SLOTS = 4
-OPTIONS = {"max_num_batched_tokens": 333, "kv_cache_metrics": True}
+OPTIONS = {"max_num_batched_tokens": 4099, "kv_cache_metrics": True}
 LONG = list(range(4, 44)) + list(range(10, 50))
 """A prompt of more than two KV blocks, so that the prefix cache has a block to keep."""
 
@@ -131,7 +131,7 @@ def ask(id: int, prompt: list[int], tokens: int = 20, seed: int | None = None, *
 
 
 async def test_options_reach_the_engine_and_wrong_ones_are_refused_by_name(opened: Any, tmp_path: Path) -> None:
-    assert opened._llm.vllm_config.scheduler_config.max_num_batched_tokens == 333
+    assert opened._llm.vllm_config.scheduler_config.max_num_batched_tokens == 4099
     directory = save(build(), tmp_path)
     for options, line in (
         ({"max_num_batched_token": 1}, r"options\.max_num_batched_token is 1; .* did you mean max_num_batched_tokens"),
