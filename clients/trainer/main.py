@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import threading
@@ -21,7 +22,7 @@ from staleflow.clients.trainer.samples import FILE, Samples
 from staleflow.clients.trainer.steps import Steps, StreamedSteps, WholeSteps
 from staleflow.configs.imports import load_object
 from staleflow.configs.loading.load import config_sha, model_dir
-from staleflow.configs.ranks import place
+from staleflow.configs.ranks import LISTEN_FD, place
 from staleflow.configs.schema import Config
 from staleflow.net.permissions import Role
 from staleflow.net.security import client_sockets
@@ -68,6 +69,8 @@ def own_trainer(spec: str, run_dir: Path) -> int:
 
     SIGTERM raises ``SystemExit`` in it, so that its ``finally`` clauses run.
     """
+    if inherited := os.environ.pop(LISTEN_FD, ""):
+        os.close(int(inherited))  # the function's torch.distributed listens at this port itself
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     load_object(spec, "trainer.run")(run_dir)
     return 0

@@ -84,6 +84,7 @@ class Rollouts(TrainerCallback, ExportableState):
             "save_steps": trainer.checkpoint_every,
             "save_total_limit": trainer.keep_checkpoints,
             "seed": self._config.seed,
+            "use_cpu": not torch.accelerator.is_available(),
         }
 
     def _required(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def run(service: Service) -> Iterator[staleflow.Run]:
 
 
 def config_of(rollouts: Rollouts, **changes: Any) -> Any:
-    return AsyncGRPOConfig("unused", bf16=False, use_cpu=True, **rollouts.arguments(2) | changes)
+    return AsyncGRPOConfig("unused", bf16=False, **rollouts.arguments(2) | changes)
 
 
 def begun(rollouts: Rollouts) -> Rollouts:
