@@ -33,7 +33,7 @@ makes = ["score"]
     [
         ('name = "A b"', r'eval\[0\]\.name is "A b"; it must be at most 40 lower-case letters'),
         ('name = "a"\n[[eval]]\nname = "a"\nsource = "x:y"', r'eval\[1\]\.name is "a"; eval\[0\] has it already'),
-        ('name = "a"\npath = "x.jsonl"', r"x.jsonl and .*task:held_out\"; exactly one of it and eval\[0\]\.source"),
+        ('name = "a"\npath = "x.jsonl"', r"x.jsonl and staleflow.*; exactly one of it and eval\[0\]\.source"),
         ('name = "a"\nsamples = 2', r"eval\[0\]\.temperature is 0\.0; with eval\[0\]\.samples = 2 it must be above 0"),
         ('name = "a"\nsamples = 0', r"eval\[0\]\.samples is 0; it must be an integer from 1 to 1024"),
         ('name = "a"\nsample = 2', r"eval\[0\]\.sample is 2; there is no such key, did you mean eval\.samples"),
