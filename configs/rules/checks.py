@@ -4,6 +4,7 @@ import math
 import re
 from urllib.parse import urlsplit
 
+from staleflow.configs.columns import check_columns
 from staleflow.configs.engines import ENGINES
 from staleflow.configs.errors import MISSING, ConfigError, shown
 from staleflow.configs.imports import split
@@ -33,7 +34,7 @@ def consistent(config: Config) -> None:
         rule(config)
     for rule in (check_streaming, _stages, _evaluated, _shards, _security, _binds, _direct, _metrics, _lengths):
         rule(config)
-    for rule in (_trainer, _gpus, _lease):
+    for rule in (_trainer, _gpus, _lease, _columns):
         rule(config)
 
 
@@ -165,6 +166,10 @@ def _idle(config: Config) -> None:
 
 def _stages(config: Config) -> None:
     graph(config)
+
+
+def _columns(config: Config) -> None:
+    check_columns(config.column, engine=config.rollout.engine, environment=bool(config.environment.run))
 
 
 def _evaluated(config: Config) -> None:
