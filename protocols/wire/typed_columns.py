@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.tensors import DTYPES, Array
 
 TOKEN: Final = "token/"
@@ -106,9 +106,10 @@ class TypedColumn:
         if self.is_bytes:
             if not isinstance(given, bytes | bytearray | memoryview):
                 raise ValueError(f"it must be bytes, got {type(given).__name__}")
-            if (size := memoryview(given).nbytes) > self.max_bytes:
-                raise ValueError(f"it must have at most {self.max_bytes} bytes (max_bytes), got {size}")
-            return bytes(given)
+            data = bytes(cast(Data, given))
+            if len(data) > self.max_bytes:
+                raise ValueError(f"it must have at most {self.max_bytes} bytes (max_bytes), got {len(data)}")
+            return data
         shape = (tokens, *self.shape) if self.per == "token" else self.shape
         unit = ", one value a token" if self.per == "token" else ""
         expected = f"it must be {self.dtype}{list(shape)}{unit}"
