@@ -4,7 +4,7 @@ import os
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from staleflow.clients.attachment import attach_within, locate
 from staleflow.clients.background import LoopThread
@@ -78,20 +78,7 @@ class AttachedClient:
         return self._config
 
 
-class Attachable(Protocol):
-    """The part of an asyncio client that its blocking form uses."""
-
-    name: str
-
-    async def __aenter__(self) -> Any: ...
-
-    async def close(self) -> None: ...
-
-    @property
-    def config(self) -> Config: ...
-
-
-C = TypeVar("C", bound=Attachable)
+C = TypeVar("C", bound=AttachedClient)
 
 
 class Blocking(Generic[C]):

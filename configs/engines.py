@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from staleflow.configs.errors import ConfigError
 
-ENGINES: Final = ("simulated", "transformers", "vllm")
+ENGINES: Final = ("simulated", "transformers", "vllm", "vllm_server")
 KEY: Final = "rollout.engine"
 
 STEPPED: Final = ("submit", "step", "interrupt", "withdraw", "abort", "load", "stats")
@@ -19,11 +19,11 @@ def is_stepped(engine: object) -> bool:
     return hasattr(engine, "step")
 
 
-def check_methods(engine: Any, spec: str) -> None:
+def check_methods(engine: Any, spec: str, key: str = KEY) -> None:
     """Raise ``ConfigError`` unless an engine, or its class, has every method. A function that returns one passes."""
     if inspect.isroutine(engine):
         return
     kind, methods = ("an engine with step", STEPPED) if is_stepped(engine) else ("an engine without step", ASYNC)
     if missing := [name for name in methods if not callable(getattr(engine, name, None))]:
         allowed = f"the methods of {kind} are {', '.join(methods)} (docs/engines.md)"
-        raise ConfigError(KEY, spec, f"it has no {', '.join(missing)}; {allowed}")
+        raise ConfigError(key, spec, f"it has no {', '.join(missing)}; {allowed}")

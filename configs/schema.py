@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, field
 
 from staleflow.configs.columns import Column
+from staleflow.configs.evals import EvalSet
 from staleflow.configs.launch import Launch
 from staleflow.configs.metrics import Metrics
 from staleflow.configs.section import (
@@ -318,6 +319,17 @@ class Vllm(Section, frozen=True, kw_only=True):
     """Prefill the prompt once for all samples of a group. The cache is never shared between versions."""
     enforce_eager: bool = False
     """Disable compilation and CUDA graphs: a faster start and slower tokens. Always on with a CPU."""
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Other arguments of vLLM's engine, by the names of its ``AsyncEngineArgs``: ``quantization = "fp8"``. Names that
+    the installed vLLM does not have are refused, and those that other keys set. vLLM checks the values."""
+
+
+class VllmServer(Section, frozen=True, kw_only=True):
+    """The engine ``vllm_server``: a running vLLM server on the worker's host, whose weights only this worker may
+    change."""
+
+    url: Text = "http://127.0.0.1:8000"
+    """Address of the server, ``http://host:port``. If it has an API key, set VLLM_API_KEY for the worker."""
 
 
 class Rollout(Section, frozen=True, kw_only=True):
@@ -325,9 +337,10 @@ class Rollout(Section, frozen=True, kw_only=True):
 
     engine: Text = "transformers"
     """Engine that generates. ``transformers``: continuous batching on CPUs or one GPU. ``vllm``: vLLM, an extra.
-    ``simulated``: sleeps by the cost model of ``[rollout.simulated]`` and returns random tokens; needs neither model
-    nor torch. Or the import path of a class of your own, ``module:Class`` or ``file.py:Class``, called as
-    ``Class(directory, config, **engine_options)`` in each rollout worker with the model directory."""
+    ``vllm_server``: a vLLM server that you started. ``simulated``: sleeps by the cost model of ``[rollout.simulated]``
+    and returns random tokens; needs neither model nor torch. Or the import path of a class of your own,
+    ``module:Class`` or ``file.py:Class``, called as ``Class(directory, config, **engine_options)`` in each rollout
+    worker with the model directory."""
     engine_options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of your own engine class."""
     workers: Processes = 1
@@ -370,9 +383,15 @@ class Rollout(Section, frozen=True, kw_only=True):
     else ``none``."""
     threads: Processes = 1
     """Number of torch threads of an instance."""
+    pool: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Workers of several kinds in place of ``workers``, as tables ``[[rollout.pool]]``. Each has ``workers`` (default
+    1) and values of its own for ``engine``, ``engine_options``, ``max_inflight``, ``threads``, ``gpus``, ``vllm``,
+    ``vllm_server`` and ``simulated``; other values are those of ``[rollout]``. Pools without ``gpus`` share
+    ``rollout.gpus`` in order."""
     redundancy: Redundancy = field(default_factory=Redundancy)
     simulated: Simulated = field(default_factory=Simulated)
     vllm: Vllm = field(default_factory=Vllm)
+    vllm_server: VllmServer = field(default_factory=VllmServer)
 
 
 class Coordination(Section, frozen=True, kw_only=True):
@@ -484,6 +503,10 @@ class Algorithm(Section, frozen=True, kw_only=True):
 class Trainer(Section, frozen=True, kw_only=True):
     """The training process."""
 
+    run: Text = ""
+    """Import path of a function ``f(run_dir)`` that trains in place of the built-in trainer, with ``staleflow.connect``
+    and a ``TrainerClient``. It replaces ``backend``, evaluation and ``algorithm``; other keys of this section have an
+    effect if it reads them. Empty: the built-in trainer."""
     backend: Literal["torch", "ddp", "fsdp", "deepspeed", "simulated"] = "torch"
     """``torch`` is one process; ``ddp`` keeps a whole model on each of ``nproc`` ranks, ``fsdp`` (FSDP2) and
     ``deepspeed`` (ZeRO, an extra) shard it. ``simulated`` sleeps ``simulated_step_s`` and publishes a few bytes, to try
@@ -649,6 +672,8 @@ class Config(Section, frozen=True, kw_only=True):
     """Additional stages, in any order."""
     column: list[Column] = field(default_factory=list[Column])
     """Typed columns that rollout workers push with their groups."""
+    eval: list[EvalSet] = field(default_factory=list[EvalSet])
+    """Sets of held-out prompts."""
     staleness: Staleness = field(default_factory=Staleness)
     rollout: Rollout = field(default_factory=Rollout)
     coordination: Coordination = field(default_factory=Coordination)

@@ -72,6 +72,16 @@ def graph(config: Config) -> tuple[Node, ...]:
     return _in_order(nodes)
 
 
+def before_reward(config: Config) -> tuple[Node, ...]:
+    """Return the reward stage and the stages that it waits for, in topological order, the reward last."""
+    nodes = {node.name: node for node in graph(config)}
+    needed, pending = set[str](), [REWARD]
+    while pending:
+        needed.add(name := pending.pop())
+        pending += nodes[name].after
+    return tuple(node for node in nodes.values() if node.name in needed)
+
+
 def _shipped(config: Config, columns: Mapping[str, str]) -> list[Node]:
     """Return the reward stage, and the reference and critic stages if the algorithm needs their columns.
 

@@ -90,7 +90,7 @@ _ELSEWHERE = {
     "StageGroup": f"{_STAGE}.worker",
     "Sample": f"{_ROLLOUT}.samples",
     "Sampling": f"{_ROLLOUT}.engines.base",
-    "NoBatch": "staleflow.clients.trainer.backends.base",
+    "NoBatch": "staleflow.clients.trainer.data.prefetch",
     "TrainerClient": _TRAINER,
     "Refused": _ERRORS,
     "Unavailable": _ERRORS,

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ import msgspec
 
 from staleflow.clients.admin import Admin
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.loading.load import addresses, from_json, load, read_run
+from staleflow.configs.loading.load import addresses, from_json, load, model_dir, read_run
 from staleflow.configs.loading.presence import present
 from staleflow.configs.schema import Config
 from staleflow.metrics.reader import metric_lines
@@ -203,6 +203,8 @@ class Run:
         """Configuration of the run."""
         self.run_dir = run_dir or Path(attached.run_dir)
         """Run directory on the scheduler's machine."""
+        self.model_dir = model_dir(self.config, self.run_dir)
+        """Directory of the initial model and the tokenizer, on the scheduler's machine."""
 
     def __enter__(self) -> Self:
         return self
@@ -247,9 +249,17 @@ class Run:
             self.address, name=name, config_sha=config_sha(self.config), rank=rank, world=world, transport=sockets
         )
 
-    def attach(self, role: Literal["rollout", "stage"], name: str = "", *, stage: str = "reward") -> "Worker":
+    def attach(
+        self,
+        role: Literal["rollout", "stage"],
+        name: str = "",
+        *,
+        stage: str = "reward",
+        overrides: Sequence[str] = (),
+    ) -> "Worker":
         """Start another engine, or another worker of a stage, as a process on this machine.
 
+        ``overrides``: settings of this engine, ``["rollout.engine=vllm"]``; those that all processes share are refused.
         Returns once the run has taken it in. ``ConfigError`` with its last line if it ends before.
         """
         name = name or generated_name(role, stage)
@@ -257,7 +267,7 @@ class Run:
         if self._folder is not None:  # its configuration names the keys
             place = ("--run-dir", str(self._folder))
         command = [sys.executable, "-m", "staleflow.cli", "attach", role, *place]
-        command += ["--name", name, *(("--stage", stage) if role == "stage" else ())]
+        command += ["--name", name, *(("--stage", stage) if role == "stage" else ()), *overrides]
         worker = Worker(
             subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0, text=True)
         )

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staleflow.clients.attachment import attach as attach_to
+from staleflow.clients.evaluation.evaluator import Evaluator
 from staleflow.clients.prompts import Conversation, Encode
 from staleflow.clients.rollout.engines.base import AsyncEngine
 from staleflow.clients.rollout.engines.simulated import SimulatedEngine
@@ -20,17 +21,20 @@ from staleflow.clients.rollout.episodes.chat.template import ByteChatTemplate
 from staleflow.clients.rollout.episodes.environment import Environments
 from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.worker import Worker
+from staleflow.clients.stage.main import decoder
 from staleflow.clients.weights import Puller
 from staleflow.configs.engines import KEY, check_methods, is_stepped
 from staleflow.configs.imports import load_object
 from staleflow.configs.loading.load import config_sha, model_dir
-from staleflow.configs.rules.checks import needs_model
+from staleflow.configs.loading.prompt_rows import open_eval_set
+from staleflow.configs.rules.checks import has_tokenizer, needs_model
 from staleflow.configs.schema import Config
 from staleflow.net.client import Client, worker_id
 from staleflow.net.permissions import Role
 from staleflow.net.security import client_sockets
 from staleflow.net.transport import Transport
 from staleflow.process.daemon import Stop, run
+from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Attach
 
 log = logging.getLogger(__name__)
@@ -90,6 +94,7 @@ async def _work(
     try:
         if environments is not None:
             await environments.start()
+        evaluator = open_evaluator(config, run_dir, me, to_scheduler, engine, encode, environments)
         hello = Attach(
             worker=me,
             name=name,
@@ -97,6 +102,7 @@ async def _work(
             config_sha=config_sha(config),
             capacity=recipe.capacity(config.rollout.max_inflight),
             pid=os.getpid(),
+            eval_prompts=[] if evaluator is None else evaluator.num_prompts,
         )
         attached = await attach_to(to_scheduler, hello, parameters=True)
         log.info(
@@ -107,7 +113,7 @@ async def _work(
         direct = config.parameters.transport == "direct"
         puller = Puller(attached.parameters, worker=me, transport=transport, deltas=deltas, direct=direct)
         closing += [*shards, puller]
-        worker = Worker(me, to_scheduler, shards, puller, engine, encode, recipe, environments)
+        worker = Worker(me, to_scheduler, shards, puller, engine, encode, recipe, environments, evaluator=evaluator)
         why = "failed"
         try:
             await worker.run()
@@ -139,6 +145,10 @@ async def open_engine(config: Config, run_dir: Path) -> tuple[AsyncEngine, Encod
             from staleflow.clients.rollout.engines.vllm.model import open_vllm
 
             return await open_vllm(config, model_dir(config, run_dir))
+        case "vllm_server":
+            from staleflow.clients.rollout.engines.vllm.model import open_vllm_server
+
+            return await open_vllm_server(config, model_dir(config, run_dir))
         case _:
             return await open_user_engine(config, model_dir(config, run_dir))
 
@@ -170,11 +180,28 @@ def open_environments(config: Config, run_dir: Path, engine: AsyncEngine, recipe
     """Return the run's environments, not yet started; None for plain prompts."""
     if not config.environment.run:
         return None
-    if config.rollout.engine == "simulated" or not needs_model(config):
+    if not has_tokenizer(config):
         return Environments(config, engine, ByteChatTemplate(), recipe)
     from staleflow.clients.rollout.episodes.chat.tokenizer import open_chat_template
 
     return Environments(config, engine, open_chat_template(model_dir(config, run_dir)), recipe)
+
+
+def open_evaluator(
+    config: Config,
+    run_dir: Path,
+    me: WorkerId,
+    scheduler: Client,
+    engine: AsyncEngine,
+    encode: Encode,
+    environments: Environments | None,
+) -> Evaluator | None:
+    """Return the player of the run's evaluation sets; None if it has none. ``ConfigError`` if a source cannot be
+    read."""
+    if not config.eval:
+        return None
+    rows = [open_eval_set(given, config.prompts, place, seed=config.seed) for place, given in enumerate(config.eval)]
+    return Evaluator(config, me, scheduler, engine, encode, decoder(config, run_dir), environments, rows)
 
 
 def text_bytes(prompt: str | Conversation) -> NDArray[np.int32]:

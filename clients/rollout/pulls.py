@@ -52,6 +52,14 @@ class Pulls:
             await self._ended.wait()
         return True
 
+    async def wait_exactly(self, lineage: Lineage, version: Version) -> bool:
+        """Wait until exactly these weights are loaded; return False if they are neither loaded nor ordered."""
+        while self.loaded != (lineage, version):
+            if self._ordered_version != (lineage, version):
+                return False
+            await self._ended.wait()
+        return True
+
     async def run(self) -> None:
         """Execute orders until cancelled."""
         while True:

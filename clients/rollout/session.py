@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from staleflow.clients.evaluation.evaluator import Evaluator
 from staleflow.clients.rollout.engines.base import EngineError
 from staleflow.clients.rollout.groups import ActiveLease, PartialGroup, Recipe
 from staleflow.clients.rollout.pulls import Pulls
@@ -42,6 +43,8 @@ from staleflow.protocols.wire.messages import (
     Commands,
     Detach,
     Done,
+    EndEvaluation,
+    Evaluate,
     InstanceStats,
     Interrupt,
     Operations,
@@ -125,14 +128,17 @@ class LeaseSession:
         producer: Producer,
         recipe: Recipe,
         *,
+        evaluator: Evaluator | None = None,
         report_s: float = REPORT_INTERVAL_S,
     ) -> None:
+        """``evaluator``: plays evaluations; None if the scheduler orders none, because ``Attach`` named no prompts."""
         self._me = me
         self._scheduler = scheduler
         self._shards = shards
         self._portions = [AdaptiveChunk(MAX_ROWS_BYTES) for _ in shards]
         self._producer = producer
         self._recipe = recipe
+        self._evaluator = evaluator
         self._report_ms = round(report_s * 1000)
         self.pulls = Pulls(me, scheduler, puller, producer.load, self._loaded)
         self._pushers = [Pusher(shard, me, self._settled, SlabWriter(shard, me)) for shard in shards]
@@ -188,7 +194,12 @@ class LeaseSession:
             # Clear before reading the state: a version loaded during the request then triggers another report.
             self._report_now.clear()
             report = Report(
-                worker=self._me, ack=self._ack, held=list(self._leases), stats=self._stats(), wait_ms=self._report_ms
+                worker=self._me,
+                ack=self._ack,
+                held=list(self._leases),
+                stats=self._stats(),
+                wait_ms=self._report_ms,
+                evaluation=0 if self._evaluator is None else self._evaluator.ticket,
             )
             answer = asyncio.ensure_future(self._scheduler.ask(report, Commands, timeout_s=None))
             wake = asyncio.ensure_future(self._report_now.wait())
@@ -233,6 +244,12 @@ class LeaseSession:
                     self._producer.leave_group(leaving)
             case Abort():
                 self._abort(command.lease)
+            case Evaluate():
+                if self._evaluator is not None:
+                    self._watch(self._evaluator.start(command, self.pulls))
+            case EndEvaluation():
+                if self._evaluator is not None:
+                    self._evaluator.end(command.ticket)
 
     def _abort(self, lease: LeaseId) -> None:
         active = self._leases.get(lease)
@@ -338,7 +355,10 @@ class LeaseSession:
     # --- tasks ---
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.ensure_future(work)
+        return self._watch(asyncio.ensure_future(work))
+
+    def _watch(self, task: "asyncio.Task[None]") -> "asyncio.Task[None]":
+        """Cancel the task when the worker leaves, and end the worker if it fails."""
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from staleflow.clients.evaluation.evaluator import Evaluator
 from staleflow.clients.prompts import Encode, prompt_of
 from staleflow.clients.rollout.engines.base import AsyncEngine, ColumnError, RequestError
 from staleflow.clients.rollout.episodes.env_runner import EpisodeFailed
@@ -44,6 +45,7 @@ class Worker:
         recipe: Recipe,
         environments: Environments | None = None,
         *,
+        evaluator: Evaluator | None = None,
         report_s: float = REPORT_INTERVAL_S,
     ) -> None:
         self._me = me
@@ -53,8 +55,11 @@ class Worker:
         self._encode = encode
         self._recipe = recipe
         self._environments = environments
+        self._evaluator = evaluator
         self.failure = engine.failure
-        self._session = LeaseSession(me, scheduler, shards, puller, self, recipe, report_s=report_s)
+        self._session = LeaseSession(
+            me, scheduler, shards, puller, self, recipe, evaluator=evaluator, report_s=report_s
+        )
         self.counts = self._session.counts
 
     async def run(self) -> None:
@@ -108,6 +113,7 @@ class Worker:
             busy_s=self._engine.busy_s(),
             episodes=environments.under_way if environments is not None else 0,
             episodes_waiting=environments.waiting if environments is not None else 0,
+            evaluated_tokens=self._evaluator.sampled_tokens if self._evaluator is not None else 0,
         )
 
     def stuck_s(self) -> float:
@@ -115,7 +121,9 @@ class Worker:
         return self._engine.stuck_s()
 
     async def load(self, lineage: Lineage, version: Version, weights: PulledVersion) -> None:
-        """Load weights into the engine between two of its steps."""
+        """Load weights into the engine between two of its steps, and after an evaluation that plays with others."""
+        if self._evaluator is not None:
+            await self._evaluator.wait_for((lineage, version))
         await self._engine.load(weights.arrays(), lineage, version)
 
     # --- groups ---

@@ -17,7 +17,7 @@ from staleflow.clients.texts import Decode, ids_as_text, tokenizer_decoder
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.hub import locate_model
 from staleflow.configs.loading.load import config_sha, model_dir
-from staleflow.configs.rules.checks import needs_model
+from staleflow.configs.rules.checks import has_tokenizer
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import graph, groups_at_once, stages
 from staleflow.net.client import Client, worker_id
@@ -179,5 +179,4 @@ def open_judge(config: Config, run_dir: Path, stage: str) -> Judge:
 
 def decoder(config: Config, run_dir: Path) -> Decode:
     """Return the function that decodes this run's completions to text."""
-    has_model = config.rollout.engine != "simulated" and needs_model(config)
-    return tokenizer_decoder(model_dir(config, run_dir)) if has_model else ids_as_text
+    return tokenizer_decoder(model_dir(config, run_dir)) if has_tokenizer(config) else ids_as_text

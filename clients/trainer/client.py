@@ -17,6 +17,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, Self, TypeVar, cast
 
@@ -118,7 +119,8 @@ class TrainerClient:
         """Lineage of that version; the run's own lineage is higher after a rollback."""
         self._published: tuple[Mapping[str, Any] | Published, BatchId | None] | None = None
         """The weights as published, and the batch that produced them."""
-        self._current: TrainBatch | Batch | None = None
+        self._uncommitted: deque[TrainBatch | Batch] = deque()
+        """The batches that the caller has, in the order of their steps: one, or two while it reads ahead."""
         self._void = False
         """The last batch or micro-batch contains quarantined groups."""
         self.waited_s = 0.0
@@ -177,21 +179,26 @@ class TrainerClient:
         self._published = weights, None
         self._republish_damaged()
 
-    def batches(self, steps: int) -> Generator[TrainBatch]:
+    def batches(self, steps: int, *, ahead: bool = False) -> Generator[TrainBatch]:
         """Yield the batch of every step up to ``steps``, prefetching one; each must be committed before the next.
 
         Ends early after ``interrupt``, and when the run was drained, which sets ``drained``. An uncommitted batch is
         kept and served to the next trainer that joins.
+
+        ``ahead``: for data loaders that read ahead. The next batch may be requested before the current one is
+        committed, and ``commit`` takes the older of the two. This needs ``max_staleness`` of at least 1, of which it
+        uses one, and ``coordination.admission`` "fill"; otherwise the next batch may never come.
         """
+        self._uncommitted.clear()  # of an earlier call
         stream, end = self.follow(self._term, self.version, steps)
         started = time.monotonic()
         try:
-            while self.version < steps:
+            while self._next_step < steps:
                 try:
                     batch = self._next(stream.get)
                     if not (self._check_current(stream, batch) and self.same(batch)):
                         end()
-                        stream, end = self.follow(self._term, self.version, steps)
+                        stream, end = self.follow(self._term, self._next_step, steps)
                         continue
                 except Stopped:
                     return
@@ -199,12 +206,12 @@ class TrainerClient:
                     self._end_drained(drained)
                     return
                 self.waited_s = time.monotonic() - started
-                self._current = batch
+                self._uncommitted.append(batch)
                 yield batch
                 if self._pop_void():
                     end()
-                    stream, end = self.follow(self._term, self.version, steps)
-                self._check_committed(batch)
+                    stream, end = self.follow(self._term, self._next_step, steps)
+                self._check_committed(ahead)
                 started = time.monotonic()
         finally:
             end()
@@ -218,6 +225,7 @@ class TrainerClient:
         """
         if self._place[1] > 1 and self.share is _always:
             raise RuntimeError("share is not set; with several ranks, it must announce every micro-batch to the others")
+        self._uncommitted.clear()  # of an earlier call
         stream, feeding = self._feeding(self.version, steps, size)
         try:
             while self.version < steps:
@@ -235,13 +243,14 @@ class TrainerClient:
                     self._end_drained(drained)
                     return
                 self.waited_s = time.monotonic() - started
-                self._current = micro_batch.batch
+                if micro_batch.batch is not None:
+                    self._uncommitted.append(micro_batch.batch)
                 yield micro_batch
                 if self._pop_void():
                     feeding.cancel()
                     stream, feeding = self._feeding(self.version, steps, size)
-                elif micro_batch.batch is not None:
-                    self._check_committed(micro_batch.batch)
+                else:
+                    self._check_committed()
         finally:
             feeding.cancel()
 
@@ -255,9 +264,17 @@ class TrainerClient:
         They are dropped permanently, and the batch is sealed again without them: ``batches`` yields it next, ``stream``
         its first micro-batch. The step's results so far are void. ``NoBatch`` if too many groups fail in a row.
         """
+        if len(self._uncommitted) > 1:
+            raise RuntimeError("a trainer that reads ahead cannot quarantine groups; use batches without ahead")
         log.error("quarantined: %s", why)
         self._wait(self._stream(self._term).quarantine(groups, why))
-        self._current, self._void = None, True
+        self._uncommitted.clear()
+        self._void = True
+
+    @property
+    def _next_step(self) -> Version:
+        """The first step whose batch the caller does not have."""
+        return Version(self.version + len(self._uncommitted))
 
     def _pop_void(self) -> bool:
         void, self._void = self._void, False
@@ -319,8 +336,9 @@ class TrainerClient:
         """Return the result of ``call``. ``Stopped`` after ``interrupt``, ``Fenced`` if another trainer has joined."""
         return self._wait(call)
 
-    def _check_committed(self, batch: TrainBatch | Batch) -> None:
-        if self._current is batch:
+    def _check_committed(self, ahead: bool = False) -> None:
+        if len(self._uncommitted) > ahead:
+            batch = self._uncommitted[0]
             raise RuntimeError(f"batch {batch.batch} of step {batch.step} was not committed")
 
     def commit(self, weights: Mapping[str, Any] | Published) -> Version:
@@ -330,9 +348,9 @@ class TrainerClient:
         them. ``BadVersion``: the batch was revoked during the step. These weights are void; the trainer must join again
         from a checkpoint.
         """
-        batch = self._current
-        if batch is None:
+        if not self._uncommitted:
             raise RuntimeError("there is no batch to commit")
+        batch = self._uncommitted[0]
         try:
             self._publish(weights, self._new_lineage, Version(batch.step + 1), batch.batch)
         except Refused as refused:
@@ -340,7 +358,7 @@ class TrainerClient:
                 raise
             lost = f"step {batch.step}: batch {batch.batch} was revoked while it was trained, the step is void"
             raise BadVersion(f"{lost}; resume from the newest checkpoint ({refused.detail})") from refused
-        self._current = None
+        self._uncommitted.popleft()
         return self.version
 
     def commit_external(self, digest: str) -> Version:

@@ -2,6 +2,9 @@
 
 import asyncio
 import logging
+import os
+import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,8 +20,9 @@ from staleflow.clients.trainer.ranks.follower import FollowerBatches
 from staleflow.clients.trainer.ranks.leader import Leader, follow
 from staleflow.clients.trainer.samples import FILE, Samples
 from staleflow.clients.trainer.steps import Steps, StreamedSteps, WholeSteps
+from staleflow.configs.imports import load_object
 from staleflow.configs.loading.load import config_sha, model_dir
-from staleflow.configs.ranks import place
+from staleflow.configs.ranks import LISTEN_FD, place
 from staleflow.configs.schema import Config
 from staleflow.net.permissions import Role
 from staleflow.net.security import client_sockets
@@ -44,6 +48,8 @@ def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
     SIGTERM ends it with a checkpoint of the last complete step. A process that a launcher started as one of several
     ranks runs as that rank.
     """
+    if config.trainer.run:
+        return own_trainer(config.trainer.run, run_dir)
     where, gave_up = place(), False
     name = name if where.leads else f"{name}-rank-{where.rank}"
 
@@ -56,6 +62,18 @@ def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
             gave_up = True
 
     return daemon.run(main, name, run_dir) or int(gave_up)
+
+
+def own_trainer(spec: str, run_dir: Path) -> int:
+    """Call the user's function in place of the built-in trainer; an exception ends the process.
+
+    SIGTERM raises ``SystemExit`` in it, so that its ``finally`` clauses run.
+    """
+    if inherited := os.environ.pop(LISTEN_FD, ""):
+        os.close(int(inherited))  # the function's torch.distributed listens at this port itself
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    load_object(spec, "trainer.run")(run_dir)
+    return 0
 
 
 async def _main(config: Config, run_dir: Path, name: str, scheduler: str, stop: daemon.Stop) -> None:

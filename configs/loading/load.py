@@ -16,16 +16,17 @@ from typing import Any, cast
 
 import msgspec
 
-from staleflow.configs import presets
+from staleflow.configs import own_settings, presets
 from staleflow.configs.durable_files import make_folder, sync_path, write_durably
-from staleflow.configs.errors import MISSING, ConfigError
+from staleflow.configs.errors import MISSING, ConfigError, shown
 from staleflow.configs.imports import is_file
 from staleflow.configs.loading import overrides as dotted
 from staleflow.configs.loading.explain import decode
 from staleflow.configs.loading.hub import is_hub_id
 from staleflow.configs.loading.hub_files import is_hub
 from staleflow.configs.loading.toml import dumps
-from staleflow.configs.rules.checks import consistent
+from staleflow.configs.own_settings import is_own, without_own
+from staleflow.configs.rules.checks import check_engine, consistent, has_tokenizer
 from staleflow.configs.schema import Config
 
 RESOLVED = "config.json"
@@ -36,9 +37,9 @@ _PATHS = (
 _MODELS = (("model", "path"), ("reference", "path"), ("critic", "path"))
 _SPECS = (
     *(("model", "build"), ("prompts", "source"), ("prompts", "eval_source"), ("environment", "run"), ("reward", "run")),
-    *(("trainer.algorithm", "advantage"), ("trainer.algorithm", "loss")),
+    *(("trainer.algorithm", "advantage"), ("trainer.algorithm", "loss"), ("rollout", "engine")),
 )
-_LISTS = (("stage",), ("reward", "functions"), ("prompts", "sources"))
+_LISTS = (("stage",), ("eval",), ("reward", "functions"), ("prompts", "sources"))
 """Lists of tables with import paths."""
 _LONGEST_SOCKET = 100
 """Maximum bytes of a Unix socket's path; the kernel's limit is 107."""
@@ -103,7 +104,20 @@ def _absolute(table: dict[str, Any], base: Path) -> dict[str, Any]:
         table = dotted.apply(table, [((*above, key), text)])
     for list_key in _LISTS:
         table = _absolute_entries(table, list_key, base)
-    return table
+    return _absolute_pools(table, base)
+
+
+def _absolute_pools(table: dict[str, Any], base: Path) -> dict[str, Any]:
+    """Return ``table`` with absolute paths in the entries of ``rollout.pool``, which have keys of ``rollout``."""
+    rollout: Any = table.get("rollout")
+    given: Any = cast(dict[str, Any], rollout).get("pool") if isinstance(rollout, dict) else None
+    if not isinstance(given, list):
+        return table
+    entries = [
+        _absolute({"rollout": one}, base)["rollout"] if isinstance(one, dict) else one
+        for one in cast(Iterable[Any], given)
+    ]
+    return dotted.apply(table, [(("rollout", "pool"), entries)])
 
 
 def _absolute_entries(table: dict[str, Any], list_key: tuple[str, ...], base: Path) -> dict[str, Any]:
@@ -156,9 +170,47 @@ def with_steps(config: Config, steps: int) -> Config:
     return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, steps=steps))
 
 
+def worker_config(run: Config, overrides: Sequence[str]) -> Config:
+    """Return the configuration of a rollout worker of ``run``. Overrides may set only keys that workers do not share.
+
+    Raises ``ConfigError``.
+    """
+    table: dict[str, Any] = msgspec.to_builtins(run)
+    table["rollout"] |= {"pool": [], "workers": 1, "gpus": []}
+    chosen = [dotted.parse(override) for override in overrides]
+    if any(key == ("rollout", "engine") for key, _ in chosen):
+        table["rollout"]["engine_options"] = {}  # options belong to their engine
+    for key, value in chosen:
+        if not is_own(key):
+            allowed = f"all processes of a run share it; a rollout worker may set {own_settings.NAMES}"
+            raise ConfigError(".".join(key), value, allowed)
+        table = _merged(table, _absolute(dotted.apply({}, [(key, value)]), Path.cwd()), key)
+    config = decode(table)
+    check_engine(config)
+    check_shared(config, run)
+    return config
+
+
+def shared(config: Config) -> Config:
+    """Return the settings that all processes of a run share, with fixed values in place of the others."""
+    return without_own(config, engine="transformers" if has_tokenizer(config) else "simulated")
+
+
+def check_shared(config: Config, run: Config, name: str = "the run") -> None:
+    """Raise ``ConfigError`` if a process with ``config`` cannot be part of ``run``, which messages call ``name``."""
+    changed = list(differences(shared(config), shared(run)))
+    if not changed:
+        return
+    key, ours, theirs = changed[0]
+    if key == "rollout.engine":
+        ours, theirs = config.rollout.engine, run.rollout.engine
+    more = f" (other differences: {', '.join(key for key, *_ in changed[1:])})" if changed[1:] else ""
+    raise ConfigError(key, ours, f"{name} has {shown(theirs)}, and all its processes share this key{more}")
+
+
 def config_sha(config: Config) -> str:
-    """Return the identity of a configuration: the hex sha256 of its canonical JSON."""
-    return hashlib.sha256(to_json(config)).hexdigest()
+    """Return the hex sha256 of the settings that all processes of a run share, as canonical JSON."""
+    return hashlib.sha256(to_json(shared(config))).hexdigest()
 
 
 def to_json(config: Config) -> bytes:
@@ -258,11 +310,15 @@ def model_dir(config: Config, run_dir: Path) -> Path:
 
 def difference(left: Config, right: Config) -> tuple[str, object, object] | None:
     """Return the first key in which two configurations differ, with both values; None if they are equal."""
+    return next(differences(left, right), None)
+
+
+def differences(left: Config, right: Config) -> Iterator[tuple[str, object, object]]:
+    """Yield each key in which two configurations differ, with both values."""
     ours, theirs = (dict(_leaves(msgspec.to_builtins(config), ())) for config in (left, right))
     for key in dict.fromkeys((*ours, *theirs)):
         if ours.get(key, MISSING) != theirs.get(key, MISSING):
-            return key, ours.get(key, MISSING), theirs.get(key, MISSING)
-    return None
+            yield key, ours.get(key, MISSING), theirs.get(key, MISSING)
 
 
 def _leaves(table: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, object]]:

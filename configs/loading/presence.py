@@ -16,6 +16,7 @@ from staleflow.configs.loading.length_trace import read_lengths
 from staleflow.configs.loading.prompt_rows import read_prompts, shares
 from staleflow.configs.loading.row_files import prompt_row
 from staleflow.configs.metrics import read_token
+from staleflow.configs.pools import pools
 from staleflow.configs.rewards import components
 from staleflow.configs.rules import sampling
 from staleflow.configs.rules.checks import check_rows, import_paths
@@ -56,8 +57,9 @@ def present(config: Config, ask: Probe = probe.ask, count_gpus: Callable[[], int
             check_model_dir(locate_model(path, key), key)
     files = _prompt_files(config)
     first = {key: _first_row(key, path, config.prompts) for key, path in files.items()}
-    if config.rollout.engine == "simulated" and config.rollout.simulated.trace:
-        read_lengths(Path(config.rollout.simulated.trace), config.rollout.simulated.trace_column)
+    for rollout in (pool.config.rollout for pool in pools(config)):
+        if rollout.engine == "simulated" and rollout.simulated.trace:
+            read_lengths(Path(rollout.simulated.trace), rollout.simulated.trace_column)
     read_token(config.metrics.token)
     rows = ask(_question(config, first))
     if config.prompts.epochs:
@@ -70,12 +72,13 @@ def check_packages(config: Config, role: str = "", stage: str = "") -> None:
 
     ``role`` and ``stage`` are as in ``staleflow attach``. Without a role, everything that the run starts is checked.
     """
-    engine, backend = config.rollout.engine, config.trainer.backend
-    if role in ("", "rollout"):
-        if engine == "vllm":
-            check_package("rollout.engine", engine, "vllm", VLLM)
+    backend = config.trainer.backend
+    for pool in pools(config) if role in ("", "rollout") else []:
+        key, engine = f"{pool.key}.engine", pool.config.rollout.engine
+        if engine in ("vllm", "vllm_server"):
+            check_package(key, engine, "vllm", VLLM)
         if engine == "transformers":
-            _check_torch("rollout.engine", engine)
+            _check_torch(key, engine)
     if role in ("", "train"):
         if backend == "deepspeed":
             check_package("trainer.backend", backend, "deepspeed", DEEPSPEED)
@@ -95,6 +98,7 @@ def check_gpus(config: Config, count: Callable[[], int]) -> None:
     any.
     """
     named = [("rollout.gpus", config.rollout.gpus)] if config.rollout.engine != "simulated" else []
+    named += [(f"{pool.key}.gpus", pool.config.rollout.gpus) for pool in pools(config) if config.rollout.pool]
     named += [("trainer.gpus", config.trainer.gpus)] if config.trainer.backend != "simulated" else []
     if not any(gpus for _, gpus in named):
         return
@@ -136,24 +140,36 @@ def _question(config: Config, first: dict[str, tuple[list[str], bytes]]) -> prob
     for key, arguments in (("trainer.algorithm.advantage", 2), ("trainer.algorithm.loss", 5)):
         if key in specs:
             calls[key] = (arguments, [])
+    if config.trainer.run:
+        calls["trainer.run"] = (1, [])
     if config.environment.run:
         calls["environment.run"] = (0, list(config.environment.options))
-    if "rollout.engine" in specs:
-        calls["rollout.engine"] = (2, list(config.rollout.engine_options))
+    for pool in pools(config):
+        key, rollout = f"{pool.key}.engine", pool.config.rollout
+        if ":" in rollout.engine:
+            specs[key] = rollout.engine
+            calls[key] = (2, list(rollout.engine_options))
     for place, stage in enumerate(config.stage):
         calls[f"stage[{place}].run"] = (1, list(stage.options))
     sources: dict[str, tuple[dict[str, Any], dict[str, str], bool, bool]] = {}
     own = {f"prompts.sources[{place}].source": given.options for place, given in enumerate(config.prompts.sources)}
+    own |= {f"eval[{place}].source": given.options for place, given in enumerate(config.eval)}
     for key, its in {"prompts.source": options, "prompts.eval_source": options, **own}.items():
         if key in specs:
             given = {"seed": config.seed, **its}
             calls[key] = (0, list(given))
             counted = key in _training(config) and config.prompts.epochs > 0
             sources[key] = (given, config.prompts.columns, config.prompts.chat_template, counted)
-    scored = (config.reward.needs, bool(config.environment.run))
-    tried = (_training(config)[0], config.reward.timeout_s) if _is_tried(config) else None
-    rows = {key: (columns, row.hex()) for key, (columns, row) in first.items()}
-    return {"specs": specs, "calls": calls, "sources": sources, "rows": rows, "scored": scored, "tried": tried}
+    engines = [pool.config.rollout for pool in pools(config)]
+    return {
+        "specs": specs,
+        "calls": calls,
+        "sources": sources,
+        "rows": {key: (columns, row.hex()) for key, (columns, row) in first.items()},
+        "scored": (config.reward.needs, bool(config.environment.run)),
+        "tried": (_training(config)[0], config.reward.timeout_s) if _is_tried(config) else None,
+        "vllm_options": [given.vllm.options for given in engines if given.engine == "vllm" and given.vllm.options],
+    }
 
 
 def _training(config: Config) -> list[str]:
@@ -171,6 +187,7 @@ def _prompt_files(config: Config) -> dict[str, str]:
     """Return the files of prompts by their keys."""
     files = {"prompts.path": config.prompts.path, "prompts.eval_path": config.prompts.eval_path}
     files |= {f"prompts.sources[{place}].path": given.path for place, given in enumerate(config.prompts.sources)}
+    files |= {f"eval[{place}].path": given.path for place, given in enumerate(config.eval)}
     return {key: path for key, path in files.items() if path}
 
 

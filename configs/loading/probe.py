@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from staleflow.configs.engines import KEY, check_methods
+from staleflow.configs.engines import check_methods
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.imports import load_object
 from staleflow.configs.loading.row_files import prompt_row
@@ -31,14 +31,19 @@ from staleflow.configs.rewards import (
     takes_lists,
 )
 from staleflow.configs.stages import check_row
+from staleflow.configs.vllm_options import ARGUMENTS, check_names
+from staleflow.configs.vllm_options import KEY as OPTIONS
 
 Question = dict[str, Any]
 """``specs``: import paths by key. ``calls``: (positional count, keyword names) that a callable must take, by key.
 ``sources``: (keyword arguments, renames of its columns, ``prompts.chat_template``, whether to count its rows), by key.
 ``rows``: the columns of a file's first row, and the row as it is sent, in hex, by key. ``scored``: stage columns that a
 reward gets in addition to those of a row, and whether there may be more. ``tried``: the key whose first row the reward
-is called with, and the time limit in seconds; None: the reward is not called."""
+is called with, and the time limit in seconds; None: the reward is not called. ``vllm_options``: arguments that vLLM's
+engine must have, for each kind of worker that has any."""
 
+ENGINE = ".engine"
+"""End of the keys of engine classes."""
 REWARD = "reward."
 """Start of the keys of reward functions."""
 
@@ -97,8 +102,11 @@ def answer(question: Question, refuse: Callable[[ConfigError], None]) -> dict[st
     """
     specs: dict[str, str] = question["specs"]
     functions = {key: load_object(spec, key) for key, spec in specs.items()}
-    if KEY in functions:
-        check_methods(functions[KEY], specs[KEY])
+    for key in functions:
+        if key.endswith(ENGINE):
+            check_methods(functions[key], specs[key], key)
+    for engine_options in question["vllm_options"]:
+        check_names(engine_options, inspect.signature(load_object(ARGUMENTS, OPTIONS)).parameters)
     for key, (positional, names) in question["calls"].items():
         _takes(functions[key], key, specs[key], positional, names)
     read = {key: _rows(functions[key], key, specs[key], *how) for key, how in question["sources"].items()}

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from staleflow.configs.errors import MISSING, ConfigError
+from staleflow.configs.evals import EvalSet
 from staleflow.configs.imports import load_object
 from staleflow.configs.loading.hub_files import hub_files, is_hub
 from staleflow.configs.loading.row_files import prompt_row, read_rows
@@ -80,6 +81,13 @@ def open_eval_prompts(prompts: Prompts, *, seed: int) -> PromptRows | None:
     if not prompts.eval_path and not prompts.eval_source:
         return None
     return _open("prompts.", "eval_", prompts.eval_path, prompts.eval_source, prompts, prompts.options, seed)
+
+
+def open_eval_set(given: EvalSet, prompts: Prompts, place: int, *, seed: int) -> list[dict[str, Any]]:
+    """Return the rows of the set ``eval[place]``: the first ``given.prompts`` of its source. ``prompts``: the settings
+    of every prompt of the run, such as renames of columns. Raises ``ConfigError``."""
+    rows = _open(f"eval[{place}].", "", given.path, given.source, prompts, given.options, seed)
+    return [rows[number] for number in range(min(given.prompts, len(rows)))]
 
 
 def _open(

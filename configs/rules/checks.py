@@ -4,16 +4,19 @@ import math
 import re
 from urllib.parse import urlsplit
 
+from staleflow.configs import vllm_options
 from staleflow.configs.columns import check_columns
 from staleflow.configs.engines import ENGINES
 from staleflow.configs.errors import MISSING, ConfigError, shown
 from staleflow.configs.imports import split
 from staleflow.configs.metrics import check_metrics
+from staleflow.configs.pools import gpus_of_engine, pools
 from staleflow.configs.rewards import check_components
 from staleflow.configs.rules import algorithm
 from staleflow.configs.rules.coordination import check_coordination, check_spares, samples_started
+from staleflow.configs.rules.evals import VLLM_TEMPERATURE, check_evals
 from staleflow.configs.rules.streaming import check_pieces, check_streaming
-from staleflow.configs.schema import Config, Prompts, Trainer
+from staleflow.configs.schema import Config, Prompts, Rollout, Trainer
 from staleflow.configs.section import Section
 from staleflow.configs.stages import graph, stages
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
@@ -22,20 +25,42 @@ from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _EVERY_INTERFACE = ("0.0.0.0", "0", "::", "::0")
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
-_VLLM_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this value, and reports it only in its own log."""
 MIN_LEASE_S = 2.0
 """Two intervals between the reports of a rollout worker; a shorter lease can expire while its worker is healthy."""
 
 
 def consistent(config: Config) -> None:
     """Raise ``ConfigError`` for the first rule that ``config`` breaks."""
-    for rule in (_name, _model, _prompts, _specs, _idle, _bound, _groups, check_coordination, _algorithm, _ranks):
+    for rule in (_pools, _name, _model, _prompts, _specs, _idle, _bound, _groups, check_coordination, _algorithm):
         rule(config)
-    for rule in (check_streaming, _stages, _evaluated, _shards, _security, _binds, _direct, _metrics, _lengths):
+    for rule in (_ranks, check_streaming, _stages, _evaluated, _shards, _security, _binds, _metrics, _trainer):
         rule(config)
-    for rule in (_trainer, _gpus, _lease, _columns):
+    for rule in (check_engine, _gpus, _lease, check_evals):
         rule(config)
+
+
+def check_engine(config: Config) -> None:
+    """Raise ``ConfigError`` for the first rule that the settings of a rollout worker break.
+
+    These are the rules about ``own_settings.OWN``. The run's other processes have other values of such settings.
+    """
+    for rule in (_model, _specs, _engine, _columns, _direct, _lengths):
+        rule(config)
+
+
+def _pools(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.pool and rollout.workers != (default := Rollout().workers):
+        allowed = f"each [[rollout.pool]] has its own number of workers; leave it at {default}"
+        raise ConfigError("rollout.workers", rollout.workers, allowed)
+    for pool in pools(config) if rollout.pool else []:
+        try:
+            check_engine(pool.config)
+        except ConfigError as error:
+            raise pool.named(error) from None
+        if has_tokenizer(pool.config) != has_tokenizer(config):
+            allowed = f"tokens of all workers must be the same, those of rollout.engine {shown(rollout.engine)} are not"
+            raise ConfigError(f"{pool.key}.engine", pool.config.rollout.engine, allowed)
 
 
 def _lease(config: Config) -> None:
@@ -47,10 +72,15 @@ def _lease(config: Config) -> None:
 
 def needs_model(config: Config) -> bool:
     """Return True unless no shipped engine, trainer or stage starts from the policy's model."""
-    if config.rollout.engine in ("transformers", "vllm") or config.trainer.backend != "simulated":
+    if config.rollout.engine in ("transformers", "vllm", "vllm_server") or config.trainer.backend != "simulated":
         return True
     own = {REFERENCE: config.reference.path, CRITIC: config.critic.path}
     return any(not own[stage] for stage in stages(config) if stage in own)
+
+
+def has_tokenizer(config: Config) -> bool:
+    """Return True if token ids are those of the model's tokenizer; False for engines that make up their own."""
+    return config.rollout.engine != "simulated" and needs_model(config)
 
 
 def _name(config: Config) -> None:
@@ -135,6 +165,8 @@ def import_paths(config: Config) -> dict[str, str]:
         "reward.run": config.reward.run,
         **{f"reward.functions[{place}].run": given.run for place, given in enumerate(config.reward.functions)},
         **{f"stage[{place}].run": stage.run for place, stage in enumerate(config.stage)},
+        **{f"eval[{place}].source": given.source for place, given in enumerate(config.eval)},
+        "trainer.run": config.trainer.run,
         **algorithm.import_paths(config.trainer.algorithm),
     }
     needed = [f"stage[{place}].run" for place in range(len(config.stage))]
@@ -190,7 +222,7 @@ def _bound(config: Config) -> None:
         raise ConfigError("staleness.min_trainable", staleness.min_trainable, allowed)
 
 
-def _groups(config: Config) -> None:
+def _engine(config: Config) -> None:
     rollout = config.rollout
     if rollout.engine not in ENGINES and ":" not in rollout.engine:
         named = ", ".join(f'"{name}"' for name in ENGINES)
@@ -199,20 +231,40 @@ def _groups(config: Config) -> None:
     if rollout.engine_options and rollout.engine in ENGINES:
         allowed = "these are keyword arguments of an engine class of your own; leave it empty"
         raise ConfigError("rollout.engine_options", ", ".join(rollout.engine_options), allowed)
+    vllm_options.check_own(rollout.vllm.options)
+    if rollout.engine == "vllm_server":
+        _server(config)
     samples = samples_started(rollout)
     if samples > rollout.max_inflight:
         allowed = f"a group of {samples} samples must fit: at least {samples}"
         raise ConfigError("rollout.max_inflight", rollout.max_inflight, allowed)
-    check_spares(config, samples)
-    if algorithm.filter_of(config) == "zero_spread" and rollout.group_size == 1:
-        allowed = 'rollout.filter "zero_spread" releases every group of one: at least 2'
-        raise ConfigError("rollout.group_size", rollout.group_size, allowed)
     if rollout.on_update == "recompute" and rollout.engine == "simulated":
         allowed = 'rollout.engine "simulated" has nothing to read anew: "keep" or "drain"'
         raise ConfigError("rollout.on_update", "recompute", allowed)
-    if rollout.engine == "vllm" and rollout.temperature < _VLLM_TEMPERATURE:
-        allowed = f'with rollout.engine "vllm" at least {_VLLM_TEMPERATURE}, which vLLM would sample with instead'
+    if rollout.engine in ("vllm", "vllm_server") and rollout.temperature < VLLM_TEMPERATURE:
+        allowed = (
+            f'with rollout.engine "{rollout.engine}" at least {VLLM_TEMPERATURE}, which vLLM would sample with instead'
+        )
         raise ConfigError("rollout.temperature", rollout.temperature, allowed)
+
+
+def _server(config: Config) -> None:
+    """Check that a worker has a vLLM server to itself: each load of weights pauses it."""
+    rollout, url = config.rollout, urlsplit(config.rollout.vllm_server.url)
+    if url.scheme not in ("http", "https") or not url.netloc or url.path.strip("/"):
+        allowed = "it must be http://host:port"
+        raise ConfigError("rollout.vllm_server.url", rollout.vllm_server.url, allowed)
+    if rollout.workers > 1:
+        allowed = 'each worker needs a server of its own with rollout.engine "vllm_server": 1, or [[rollout.pool]]'
+        raise ConfigError("rollout.workers", rollout.workers, allowed)
+
+
+def _groups(config: Config) -> None:
+    rollout = config.rollout
+    check_spares(config, samples_started(rollout))
+    if algorithm.filter_of(config) == "zero_spread" and rollout.group_size == 1:
+        allowed = 'rollout.filter "zero_spread" releases every group of one: at least 2'
+        raise ConfigError("rollout.group_size", rollout.group_size, allowed)
 
 
 def _algorithm(config: Config) -> None:
@@ -257,16 +309,21 @@ def _gpus(config: Config) -> None:
 
     CUDA shows a process no GPU at all if a GPU is listed twice.
     """
-    trainer, rollout, width = config.trainer, config.rollout, config.rollout.vllm.tensor_parallel
-    for key, gpus in (("trainer.gpus", trainer.gpus), ("rollout.gpus", rollout.gpus)):
+    trainer, shared = config.trainer, config.rollout.gpus
+    for key, gpus in (("trainer.gpus", trainer.gpus), ("rollout.gpus", shared)):
         if len(set(gpus)) < len(gpus):
             raise ConfigError(key, gpus, "each GPU may be named once")
     if trainer.gpus and len(trainer.gpus) < trainer.nproc:
         allowed = f"each of the trainer.nproc = {trainer.nproc} ranks needs one of its own, or none be named"
         raise ConfigError("trainer.gpus", trainer.gpus, allowed)
-    if rollout.engine == "vllm" and 0 < len(rollout.gpus) < width:
-        allowed = f"an engine needs rollout.vllm.tensor_parallel = {width} of them, or none be named"
-        raise ConfigError("rollout.gpus", rollout.gpus, allowed)
+    for pool in pools(config):
+        key = f"{pool.key}.gpus" if (own := pool.config.rollout.gpus) else "rollout.gpus"
+        gpus, width = own or shared, gpus_of_engine(pool.config)
+        if len(set(own)) < len(own):
+            raise ConfigError(key, own, "each GPU may be named once")
+        if 0 < len(gpus) < width:
+            allowed = f"an engine needs {width} of them (rollout.vllm.tensor_parallel), or none be named"
+            raise ConfigError(key, gpus, allowed)
 
 
 def check_rows(config: Config, rows: int) -> None:

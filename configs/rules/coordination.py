@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from staleflow.configs.errors import ConfigError, shown
+from staleflow.configs.pools import pools
 from staleflow.configs.schema import Config, Coordination, Rollout
 from staleflow.configs.section import MAX_GROUPS
 
@@ -54,11 +55,13 @@ def check_spares(config: Config, started: int) -> None:
     ``started`` is the number of samples started for each group.
     """
     rollout = config.rollout
-    capacity = rollout.workers * groups_held(rollout.max_inflight, started)
+    each = [(pool.key, pool.workers, pool.config.rollout.max_inflight) for pool in pools(config)]
+    capacity = sum(number * groups_held(slots, started) for _, number, slots in each)
     counted = config.trainer.batch_size * (config.staleness.max_staleness + 1)
     if rollout.redundancy.groups > 1 and capacity <= counted:
+        engines = " + ".join(f"{key}.workers {number} x {key}.max_inflight {slots}" for key, number, slots in each)
         allowed = (
-            f"rollout.workers {rollout.workers} x rollout.max_inflight {rollout.max_inflight} hold {capacity} groups, "
+            f"{engines} hold {capacity} groups, "
             f"the bound alone admits {counted}: no spare would ever start; leave it at 1.0, or add engines"
         )
         raise ConfigError("rollout.redundancy.groups", rollout.redundancy.groups, allowed)

@@ -70,6 +70,7 @@ Arrays: `TensorSpec` names an array, and its frame has exactly the bytes of dtyp
    that the group is durable and registered. `stale_lease` and `stale` mean that it was discarded.
 5. A group that cannot be generated is given back: `Operations` with a `RegisterRelease`, `why` `aborted`.
 6. `Interrupt`: push the tokens so far, with `truncated`. `Abort`: discard the lease. `Yield` may be ignored.
+   `Evaluate` is sent to workers only whose `Attach` had `eval_prompts`.
 7. `Detach` when the worker leaves. `Commands` with `drain` means: finish, then leave.
 
 A push has these arrays, for n samples with T tokens in all (completions one after another):
@@ -102,7 +103,7 @@ FIELDS = {
     "batch": "batch id; None: version 0",
     "code": "reason, one of the refusal codes; None in a result: success",
     "commands": "numbered `first`, `first` + 1, …",
-    "config_sha": "hex SHA-256 of the run's configuration",
+    "config_sha": "hex SHA-256 of the settings that all processes of the run share",
     "count": "number of further groups to wait for",
     "detail": "reason in words",
     "digest": "hex SHA-256 over the members",

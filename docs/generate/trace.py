@@ -133,7 +133,7 @@ FIELDS = {
     "bound": ("", "what the bound applies to: every token of a group, or only trained tokens (older ones are masked)"),
     "checkpoint": ("", "checkpoint that the trainer starts from"),
     "code": ("", f"refusal code: {', '.join(f'`{code}`' for code in Code)}"),
-    "config_sha": ("", "hex SHA-256 of the configuration of this session"),
+    "config_sha": ("", "hex SHA-256 of the settings that all processes of this session share"),
     "count": ("", "number of requests that the line stands for"),
     "deadline": ("step", "last step that may train the group: `version` + `max_staleness`; null under the token bound"),
     "demoted": ("", "leased group that becomes a spare in exchange"),

@@ -27,6 +27,7 @@ from staleflow.protocols.wire.messages import Done
 from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.cycle import Cycle
 from staleflow.servers.scheduler.coordination.instances import Instances
+from staleflow.servers.scheduler.evaluation.evaluations import Evaluations
 from staleflow.servers.scheduler.ledger import phase as phases
 from staleflow.servers.scheduler.ledger.identity import Identity
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
@@ -153,8 +154,11 @@ class Service:
         self._deadlock = Deadlock(state, self._prompt_failures, self._backoff)
         self._model_limits = CurrentModelLimits(interpreter, self._replies)
         self._training = Training(interpreter, self._replies, self._rejects, config.trainer.steps, self._model_limits)
-        self._why = Why(state, self._deadlock, self._backoff, self._training.is_trainer_waiting)
-        self._status = StatusView(state, self._metrics, self._why, str(run_dir.resolve()))
+        self._evaluations = Evaluations(state, self._replies, self._metrics, run_dir)
+        self._why = Why(
+            state, self._deadlock, self._backoff, self._training.is_trainer_waiting, self._evaluations.describe
+        )
+        self._status = StatusView(state, self._metrics, self._why, self._evaluations, str(run_dir.resolve()))
         self._attachments = Attachments(state, self._replies, self._rejects, str(run_dir))
         self._pulls = PullReports(state, self._replies, self._rejects)
         self.exposition = Exposition(state, self._metrics, self._training.is_trainer_waiting)
@@ -195,6 +199,7 @@ class Service:
             messages.Detach: self._attachments.detach,
             messages.Report: self._report,
             messages.Pulled: self._pulls.pulled,
+            messages.PutScores: self._evaluations.put,
             messages.Operations: self._operations.operations,
             messages.GetRetained: self._retention,
             messages.GetExpected: self._inventory,
@@ -239,6 +244,7 @@ class Service:
         listen(effects.Consumed, self._metrics.on_consumed)
         listen(effects.Published, self._on_published)
         listen(effects.Published, self._pulls.on_published)
+        listen(effects.Published, self._evaluations.on_published)
         listen(effects.RolledBack, instances.on_rolled_back)
         listen(effects.RolledBack, self._on_rolled_back)
         for effect in (effects.Released, effects.Dropped, effects.Sealed, effects.Consumed, effects.Unsealed):
@@ -326,6 +332,8 @@ class Service:
             self._replies.release()
             return
         self._training.deliver()
+        # Before the cycle, which orders newer weights: a worker that is pinned now gets no such order.
+        self._evaluations.assign(now, draining=self.phase.stopping or self._instances.draining)
         self._cycle.run(now, may_start=self._may_start())
         # Replies and commands leave only after the commit: a crash must not undo an acknowledged change.
         if self._interpreter.commit():
@@ -374,6 +382,8 @@ class Service:
             self._rejects.flush(now)
             if self.phase.drained and not self.phase.finished:
                 self._end_drain(now)
+            if self.phase.trained and not self.phase.finished:
+                self._end_evaluations(now)
             if self.phase.finished and (self._idle() or now - self._finished_ms > CLOSE_TIMEOUT_MS):
                 self.close(self._outcome())
         self._interpreter.prompts.lengths.learn()
@@ -445,11 +455,12 @@ class Service:
             code = Code.FENCED if end_reason else Code.DENIED
             self._replies.refuse(call, code, end_reason or f"{worker} is not attached")
             return
-        self._count_generated(worker, body.stats.generated_tokens)
+        self._count_generated(worker, body.stats.generated_tokens - body.stats.evaluated_tokens)
         self._interpreter.apply(events.Renew(worker=worker))
         self._cycle.observe(worker, body.stats)
         ordered, since_ms, now = instance.pull, instance.pull_ms, self._clock.now_ms()
         self._instances.report(instance, call, body, now)
+        self._evaluations.reported(instance, body.evaluation, now)
         if ordered is not None and instance.pull is None:
             self._metrics.pulled((now - since_ms) / 1000)
 
@@ -461,7 +472,9 @@ class Service:
         """
         process = self._registry.get(worker)
         if process is not None:
-            before, process.generated = process.generated, generated
+            before = process.generated
+            # Tokens of an evaluation are subtracted once its samples end, so the difference may fall for a while.
+            process.generated = generated if before is None else max(generated, before)
             self._interpreter.totals.counts.tokens_generated += max(generated - before, 0) if before is not None else 0
 
     # --- shards and the parameter server ---------------------------------------------------------------------
@@ -487,6 +500,7 @@ class Service:
                     claimed["" if process is None else process.key].add(weights)
         for versions in claimed.values():  # a limit for each key: reports of loaded versions cannot be verified
             used |= dict.fromkeys(nlargest(MAX_LOADED_PER_KEY, versions))
+        used |= dict.fromkeys(weights for weights in self._evaluations.versions() if machine.survives(*weights))
         self._replies.add(call, messages.RetainedVersions(versions=sorted(used)))
 
     # --- the end ---------------------------------------------------------------------------------------------
@@ -500,8 +514,20 @@ class Service:
         if not self._training.current(call, body.trainer_term):
             return
         self.phase.error = body.error
-        self._finished()
+        self.phase.trained = True
+        if body.error:
+            self._evaluations.discard("the trainer has failed")
+        if self._evaluations.pending:
+            self._enter()
+        else:
+            self._finished()
         self._replies.add(call, Done())
+
+    def _end_evaluations(self, now: int) -> None:
+        """Finish a trained run once no evaluation remains."""
+        self._evaluations.give_up_without_workers(now)
+        if not self._evaluations.pending:
+            self._finished()
 
     def _finished(self) -> None:
         self.phase.finished = True
@@ -511,6 +537,7 @@ class Service:
         if not self.phase.ending:
             self.phase.drained = body.why[:MAX_WHY_CHARS] or "asked"
             log.info("drain requested: %s", self.phase.drained)
+            self._evaluations.discard("the run drains")
             self._enter()
         self._replies.add(call, Done())
 

@@ -63,25 +63,28 @@ def command(
     distributes weights to nearby workers.
 
     On the machine of the run, --run-dir is enough; with --connect the scheduler supplies everything else, also the
-    configuration. The worker waits for servers that have not started yet. If the run has ended, the worker exits with
-    the run's outcome.
+    configuration. KEY=VALUE gives a rollout engine settings of its own: rollout.engine, rollout.max_inflight,
+    rollout.vllm and similar keys. The worker waits for servers that have not started yet. If the run has ended, the
+    worker exits with the run's outcome.
 
     \b
     Examples:
       staleflow attach rollout --run-dir runs/mine
       staleflow attach rollout --connect tcp://10.0.0.1:5551
+      staleflow attach rollout --connect tcp://10.0.0.1:5551 rollout.engine=vllm rollout.max_inflight=256
       staleflow attach stage --stage judge --run-dir runs/mine
       staleflow attach train --run-dir runs/mine --nproc 8
     """
     import threading
 
     from staleflow.clients.attachment import NOTICE_DELAY_S
-    from staleflow.configs.loading.load import addresses
+    from staleflow.configs.loading.load import RESOLVED, addresses, read_run
     from staleflow.configs.loading.presence import check_packages
     from staleflow.net.errors import RunOver
     from staleflow.process.readiness import slot
     from staleflow.supervisor import lifeline
-    from staleflow.supervisor.joining import check_not_ended, generated_name, join_run
+    from staleflow.supervisor.joining import check_not_ended, generated_name, join_run, settings_of
+    from staleflow.supervisor.rundir import check_owner
 
     for option, (owner, called) in ROLE_OPTIONS.items():
         if owner != role:
@@ -91,7 +94,11 @@ def command(
     if name in (".", "..") or Path(name).name != name:
         raise ConfigError("--name", name, "files are named after it: use a name without slashes, other than . and ..")
     if run_dir is not None:
-        config = options.run_config(config_file, overrides, run_dir)
+        if (run_dir / RESOLVED).is_file():
+            check_owner(run_dir)
+            config = settings_of(read_run(run_dir), role, config_file, overrides, f"the run in {run_dir}")
+        else:
+            config = options.run_config(config_file, overrides, run_dir)
         scheduler = connect or addresses(config, run_dir).scheduler
         if not slot():
             check_not_ended(run_dir, scheduler)

@@ -6,9 +6,8 @@ from pathlib import Path
 import msgspec
 
 from staleflow.configs.durable_files import make_folder, replace_durably
-from staleflow.configs.launch import share
 from staleflow.configs.schema import Config
-from staleflow.launch.placement import Place, has_relay, model_stages
+from staleflow.launch.placement import Place, engines_on, has_relay, model_stages
 from staleflow.net.key_folder import make_keys
 from staleflow.net.keys import ALLOWED
 from staleflow.net.permissions import Role
@@ -54,7 +53,7 @@ def files_for(config: Config, place: Place) -> list[Path]:
         names += [key_file(Role.STAGE)] if place.number == 0 and model_stages(config, place.gpus) else []
     else:
         names = [key_file(Role.ROLLOUT)]
-        engines = len(share(config.rollout.workers, place.number, place.machines))
+        engines = len(engines_on(config, place.number, place.machines))
         names += [key_file(Role.SERVER), ALLOWED] if has_relay(place.relays, engines, place.machines) else []
     return [Path(config.security.keys) / name for name in names]
 

@@ -28,13 +28,13 @@ import msgspec
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.imports import is_file, split
 from staleflow.configs.loading.toml import dumps
+from staleflow.configs.pools import gpus_of_engine
 from staleflow.configs.rules.checks import import_paths
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages, workers_of
 from staleflow.launch.keys import FOLDER, key_file
 from staleflow.launch.placement import (
     RENDEZVOUS_PORT_OFFSET,
-    gpus_of_engine,
     has_relay,
     head_cpus,
     model_stages,
@@ -64,6 +64,9 @@ RESOURCES = ("servers.yaml", "rollout.yaml", "stages.yaml", "trainer.yaml")
 def check(config: Config) -> None:
     """Raise ``ConfigError`` for a configuration that cannot run in pods."""
     launch, workers = config.launch, config.rollout.workers
+    if config.rollout.pool:
+        allowed = "all rollout pods are the same; leave it out, and run staleflow attach rollout in Jobs of your own"
+        raise ConfigError("rollout.pool", config.rollout.pool, allowed)
     if not launch.image:
         raise ConfigError(
             "launch.image", launch.image, "it must name a container image that contains staleflow (see Containerfile)"

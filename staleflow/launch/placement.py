@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.launch import Relays, most, share
+from staleflow.configs.pools import gpus_of_engine, pools, workers
 from staleflow.configs.rules.checks import check_ranks
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages, threads_of, workers_of
@@ -80,11 +81,12 @@ def place_of(config: Config, part: Part, machines: int, number: int = 0) -> Plac
 
 def check(config: Config) -> None:
     """Raise ``ConfigError`` if the run cannot be placed on the machines of ``config.launch``."""
-    launch, workers = config.launch, config.rollout.workers
-    if launch.rollout_nodes > workers:
-        allowed = f"it must be at most rollout.workers, {workers}: each machine needs at least one engine"
+    launch, engines = config.launch, len(workers(config))
+    if launch.rollout_nodes > engines:
+        allowed = f"it must be at most rollout.workers, {engines}: each machine needs at least one engine"
         raise ConfigError("launch.rollout_nodes", launch.rollout_nodes, allowed)
-    for key, gpus in (("rollout.gpus", config.rollout.gpus), ("trainer.gpus", config.trainer.gpus)):
+    named = [("rollout.gpus", config.rollout.gpus), ("trainer.gpus", config.trainer.gpus)]
+    for key, gpus in [*named, *((f"{pool.key}.gpus", pool.config.rollout.gpus) for pool in pools(config))]:
         if gpus:
             raise ConfigError(key, gpus, "launch.gpus_per_node assigns the GPUs of launched machines: leave it empty")
     _check_trainer(config)
@@ -106,9 +108,9 @@ def _check_trainer(config: Config) -> None:
 
 def _check_gpus(config: Config) -> None:
     gpus, nodes = config.launch.gpus_per_node, config.launch.rollout_nodes
-    engines = most(config.rollout.workers, nodes)
-    if (needed := engines * gpus_of_engine(config)) > gpus:
-        allowed = f"{engines} engines a machine need {needed}: more launch.rollout_nodes, or fewer rollout.workers"
+    engines = max((engines_on(config, number, nodes) for number in range(nodes)), key=_gpus_of)
+    if (needed := _gpus_of(engines)) > gpus:
+        allowed = f"{len(engines)} engines a machine need {needed}: more launch.rollout_nodes, or fewer rollout.workers"
         raise ConfigError("launch.gpus_per_node", gpus, allowed)
     ranks = config.trainer.nproc if config.trainer.backend != "simulated" else 0
     judges = sum(workers_of(config, stage) for stage in model_stages(config, gpus))
@@ -119,15 +121,14 @@ def _check_gpus(config: Config) -> None:
         raise ConfigError("launch.gpus_per_node", gpus, allowed)
 
 
-def gpus_of_engine(config: Config) -> int:
-    """Return the number of GPUs of one engine."""
-    match config.rollout.engine:
-        case "simulated":
-            return 0
-        case "vllm":
-            return config.rollout.vllm.tensor_parallel
-        case _:
-            return 1
+def engines_on(config: Config, machine: int, machines: int) -> dict[int, Config]:
+    """Return the configurations of the rollout workers on a machine, by their numbers."""
+    each = workers(config)
+    return {number: each[number] for number in share(len(each), machine, machines)}
+
+
+def _gpus_of(engines: dict[int, Config]) -> int:
+    return sum(gpus_of_engine(engine) for engine in engines.values())
 
 
 def model_stages(config: Config, gpus: int) -> tuple[str, ...]:
@@ -151,8 +152,10 @@ def machine_cpus(config: Config, part: Part) -> int:
     """Return the processors to request for a machine of ``part`` if machines are not allocated exclusively."""
     if part == "trainer":
         return config.trainer.nproc * config.trainer.threads
-    engines = most(config.rollout.workers, config.launch.rollout_nodes)
-    return engines * config.rollout.threads + has_relay(config.launch.relays, engines, config.launch.rollout_nodes)
+    nodes = config.launch.rollout_nodes
+    machines = [engines_on(config, number, nodes).values() for number in range(nodes)]
+    threads = max(sum(engine.rollout.threads for engine in engines) for engines in machines)
+    return threads + has_relay(config.launch.relays, most(len(workers(config)), nodes), nodes)
 
 
 def head_cpus(config: Config) -> int:
@@ -177,20 +180,13 @@ def machine_words(place: Place, connect: str, meet: str, number: str = "") -> li
 
 def rollout_roles(config: Config, folder: Path, connect: str, place: Place, relay_at: str) -> list[Role]:
     """Return the processes of a rollout machine. ``relay_at``: address that a relay on this machine binds."""
-    numbers = share(config.rollout.workers, place.number, place.machines)
-    width = gpus_of_engine(config) if place.gpus else 0
-    placed = [
-        roles.attach(
-            f"rollout-{number}",
-            folder,
-            "rollout",
-            *("--connect", connect),
-            threads=config.rollout.threads,
-            gpus=tuple(range(local * width, (local + 1) * width)),
-        )
-        for local, number in enumerate(numbers)
-    ]
-    if has_relay(place.relays, len(numbers), place.machines):
+    placed, used = list[Role](), 0
+    for number, engine in engines_on(config, place.number, place.machines).items():
+        width = gpus_of_engine(engine) if place.gpus else 0
+        role = roles.rollout_worker(config, number, folder, "--connect", connect)
+        placed.append(replace(role, gpus=tuple(range(used, used + width))))
+        used += width
+    if has_relay(place.relays, len(placed), place.machines):
         more = ("--mb-per-s", f"{place.mb_per_s:g}") if place.mb_per_s else ()
         words = ("--connect", connect, "--bind", relay_at, *more)
         placed.insert(0, roles.attach(f"relay-{place.number}", folder, "relay", *words))

@@ -3,10 +3,16 @@
 In Prometheus ``off_policy/in_queue/mean`` is ``staleflow_off_policy_in_queue_mean``.
 """
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 PREFIX: Final = "staleflow_"
+EVAL: Final = "reward/eval"
+"""Mean reward of the trainer's own evaluation."""
+EVAL_REWARD: Final = re.compile(r"eval/[^/]+/reward")
+"""Mean reward of an evaluation set."""
 PLACES: Final = ("step", "lineage", "version", "t")
 """Keys of a line that place it in the run. ``t`` is unix seconds."""
 
@@ -86,8 +92,22 @@ FAMILIES: Final[dict[str, Metric]] = {
     "reward/NAME": Metric("", "mean of the component NAME of the reward, before its weight (reward.functions)"),
     "environment/NAME": Metric("", "mean of the number NAME that episodes of the environment returned"),
     "stage/STAGE/COLUMN": Metric("", "mean of a column of a stage, over its samples or over their completion tokens"),
+    "eval/SET/reward": Metric("", "mean reward of the samples of the evaluation set SET, at the version of the line"),
+    "eval/SET/avg@N": Metric("share", "samples of SET with a reward of at least pass_reward; mean over prompts"),
+    "eval/SET/pass@K": Metric("share", "prompts of SET of which one of K samples passes, unbiased estimate"),
+    "eval/SET/length": Metric("tokens", "mean length of the samples of SET, sampled tokens only"),
+    "eval/SET/truncated": Metric("share", "samples of SET that reached the maximum length"),
+    "eval/SET/failed": Metric("samples", "samples of SET that have no reward; absent if there are none"),
+    "eval/SET/time": Metric("s", "time from the first worker's order until the last score"),
+    "eval/SET/NUMBER": Metric("", "mean over SET of reward/NAME, environment/NAME or stage/STAGE/COLUMN"),
 }
 """Metrics whose names come from the configuration or from user code."""
+
+
+def held_out(names: Iterable[str]) -> list[str]:
+    """Return the metrics among ``names`` that are mean rewards of held-out prompts, the trainer's own first."""
+    sets = [name for name in dict.fromkeys(names) if EVAL_REWARD.fullmatch(name)]
+    return [EVAL, *sorted(sets)]
 
 
 def prometheus(name: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from staleflow.metrics.names import held_out
 from staleflow.metrics.reader import numbers
 from staleflow.monitor.lineages import Lineages
 from staleflow.protocols.wire.messages import SchedulerStatus
@@ -45,6 +46,8 @@ class History:
     """Tokens per second of each engine, by worker."""
     trainer: deque[tuple[float, str]] = field(default_factory=deque[tuple[float, str]])
     """(elapsed seconds, activity of the trainer from then on)."""
+    _held_out_key: str = ""
+    """Metric of ``held_out``: the first one that a line has."""
     _sparked_s: float = -SPARK_INTERVAL_S
     _lineages: Lineages = field(default_factory=Lineages)
 
@@ -73,7 +76,7 @@ class History:
 
     def _see_trainer(self, snapshot: Snapshot) -> None:
         status, now_s = snapshot.status, snapshot.elapsed_s
-        if status.version < 0 or status.finished:
+        if status.version < 0 or status.finished or status.trained:
             return
         self.trainer.append((now_s, status.trainer_waits or "trains"))
         while len(self.trainer) > 1 and self.trainer[1][0] <= now_s - TRAINER_WINDOW_S:
@@ -117,8 +120,10 @@ class History:
             self.rewards[step] = float(reward)
         if (loss := line.get("loss")) is not None:
             self.losses[step] = float(loss)
-        if (held_out := line.get("reward/eval")) is not None:
-            self.held_out[step] = float(held_out)
+        if (key := next((key for key in held_out(line) if line.get(key) is not None), None)) is not None:
+            self._held_out_key = self._held_out_key or key
+        if self._held_out_key and (reward := line.get(self._held_out_key)) is not None:
+            self.held_out[step] = float(reward)
         if "time/step" in line:
             self.step_times = tuple((key, float(line[key])) for key in STEP_TIMES if line.get(key) is not None)
         max_age, rate = line.get("off_policy/max"), line.get("perf/tokens_per_second")

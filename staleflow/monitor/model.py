@@ -150,7 +150,7 @@ def _limits(status: SchedulerStatus, instances: Sequence[InstanceRow], history: 
 
 
 def _trainer(status: SchedulerStatus) -> str:
-    if status.finished:
+    if status.finished or status.trained:
         return "done"
     if not status.trainer_term:
         return "not attached"

@@ -139,7 +139,7 @@ def _rollout(it: InstanceStatus | None) -> str:
 
 
 def _trainer(status: SchedulerStatus) -> str:
-    if status.finished:
+    if status.finished or status.trained:
         return "done"
     if not status.trainer_term:
         return "loading"

@@ -196,7 +196,7 @@ def instances(status: SchedulerStatus, history: History) -> tuple[InstanceRow, .
             tokens_per_s=it.tokens_per_s,
             spark=tuple(history.sparks.get(it.worker, ())),
             held=it.held,
-            command=_held(it.failed) or it.last_command,
+            command=_held(it.failed) or (f"plays {it.evaluation}" if it.evaluation else it.last_command),
             seen_s=it.last_seen_s,
         )
         for it in status.instances

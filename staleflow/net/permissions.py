@@ -36,6 +36,7 @@ VERBS: Final[dict[type[Any], frozenset[Role]]] = {
     m.Detach: frozenset(Role),
     m.Report: frozenset((_R,)),
     m.Pulled: frozenset((_R,)),
+    m.PutScores: frozenset((_R,)),
     m.Operations: frozenset((_R, _O)),
     m.GetRetained: frozenset((_O,)),
     m.GetExpected: frozenset((_O,)),
@@ -98,7 +99,7 @@ ATTACHES_AS: Final[dict[Role, frozenset[str]]] = {
 configuration."""
 
 _NAMES_SENDER: Final = (
-    *(m.Attach, m.Detach, m.Report, m.Pulled, m.Metrics),
+    *(m.Attach, m.Detach, m.Report, m.Pulled, m.PutScores, m.Metrics),
     *(m.GetSlab, m.GetStageWork, m.PutStageResults, m.GetManifest, m.Unpin),
 )
 """Requests that name the worker that sends them."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from staleflow.configs.schema import Config
+from staleflow.metrics.names import held_out
 from staleflow.monitor.words import amount, clock, plural, worker_name
 from staleflow.protocols.consistency.limits import Bound
 from staleflow.report.charts import SECONDS, Chart, Series, lines, number, stack
@@ -289,7 +290,8 @@ def tiles(facts: Facts, curves: Curves, config: Config, generated: int) -> list[
     """Return the key numbers of the run."""
     steps = f"{len(facts.steps):,} of {config.trainer.steps:,}"
     result = [Tile(label="steps", value=steps, note=f"{facts.batch_size} groups of {facts.group_size} each")]
-    for key, what in (("reward/eval", "held-out prompts"), ("reward/mean", "training groups")):
+    keys = [(key, "held-out prompts") for key in held_out(curves.names)]
+    for key, what in (*keys, ("reward/mean", "training groups")):
         if measured := curves.measured(key):
             result.append(Tile(label="reward", value=f"{measured[0]:.2f} → {measured[-1]:.2f}", note=what))
             break

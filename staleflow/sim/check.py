@@ -3,6 +3,7 @@
 import math
 
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.pools import pools
 from staleflow.configs.schema import Config
 from staleflow.configs.simulation import Fleet
 from staleflow.sim.cost import StepCost
@@ -14,7 +15,9 @@ LONGEST_STEP_S = 3_600.0
 
 def fleet(config: Config) -> list[Fleet]:
     """Return one entry per engine, in order of their numbers, with slots and KV capacity filled in."""
-    kinds = config.simulation.fleet or [Fleet(count=config.rollout.workers)]
+    kinds = config.simulation.fleet or [
+        Fleet(count=pool.workers, slots=pool.config.rollout.max_inflight) for pool in pools(config)
+    ]
     return [
         Fleet(
             count=1,

@@ -53,6 +53,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
             f"rollout.simulated.k2={self.token_s!r}",
             "rollout.simulated.k3=0.0",
             "rollout.simulated.k4=0.0",
+            "rollout.pool=[]",
             f"rollout.workers={self.engines}",
             f"trainer.simulated_step_s={self.train_s!r}",
             f"simulation.reward_s={self.stages_s!r}",

@@ -34,7 +34,7 @@ class Timeline:
     def at(self, time_s: float, callback: Callable[..., object], *args: Any) -> None:
         """Schedule at ``time_s``, or at this instant if that has passed."""
         self._order += 1  # breaks ties, so that equal times run in order of scheduling in every run
-        heappush(self._later, (max(time_s, self.now_s), self._order, callback, args))
+        heappush(self._later, (time_s if time_s > self.now_s else self.now_s, self._order, callback, args))
 
     def after(self, delay_s: float, callback: Callable[..., object], *args: Any) -> None:
         """Schedule ``delay_s`` seconds from now."""
@@ -48,10 +48,10 @@ class Timeline:
         """
         soon, later = self._soon, self._later
         while True:
-            if soon:
+            while soon:
                 callback, args = soon.popleft()
                 callback(*args)
-            elif until():
+            if until():
                 return True
             elif later and later[0][0] <= self.now_s:
                 _, _, callback, args = heappop(later)

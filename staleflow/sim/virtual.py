@@ -74,6 +74,8 @@ class SimLoop(asyncio.BaseEventLoop):
         self.conductor = conductor
         self.process = process
         self.ready: deque[asyncio.Handle] = deque()
+        self.scheduled = False
+        """True while the conductor's queue holds a turn of this loop."""
         self.tasks: dict[SimTask, None] = {}
         self._number = 0
         factory: Any = self._task  # only coroutines become tasks here
@@ -138,7 +140,7 @@ class SimLoop(asyncio.BaseEventLoop):
         """Run the handle in the process's next turn."""
         if not handle.cancelled() and self.process.alive:
             self.ready.append(handle)
-            if not self.process.stopped:
+            if not self.scheduled and not self.process.stopped:
                 self.conductor.wake(self)
 
 
@@ -147,9 +149,7 @@ class Conductor(Timeline):
 
     def __init__(self, begin_s: float = BEGIN_S) -> None:
         super().__init__(begin_s)
-        self._waiting: set[int] = set()
         self._all: list[Process] = []
-        self.turns = 0
 
     def spawn(self, name: str, main: Callable[[], Coroutine[Any, Any, Any]]) -> Process:
         """Start a process; ``main`` is called inside it."""
@@ -197,25 +197,24 @@ class Conductor(Timeline):
 
     def wake(self, loop: SimLoop) -> None:
         """Schedule a turn of a loop that has something to do."""
-        if id(loop) not in self._waiting:
-            self._waiting.add(id(loop))
+        if not loop.scheduled:
+            loop.scheduled = True
             self.soon(self._turn, loop)
 
     def _turn(self, loop: SimLoop) -> None:
         """Run the ready handles of one process; handles that become ready meanwhile wait for its next turn."""
-        self._waiting.discard(id(loop))
+        loop.scheduled = False
         process, ready = loop.process, loop.ready
         if not process.runs:
             return
-        self.turns += 1
         events._set_running_loop(loop)
         try:
             for _ in range(len(ready)):
-                if not process.runs or not ready:
-                    break
                 handle = ready.popleft()
                 if not handle.cancelled():
                     handle._run()
+                    if not ready or process.stopped:  # a process that was killed has nothing left
+                        break
         except Killed:
             self.kill(process)
         finally:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from staleflow.configs.schema import Config
 from staleflow.configs.simulation import Occurrence
 from staleflow.net.limits import TransportLimits
@@ -39,6 +41,7 @@ class World:
     """All processes of one run."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
+        config = replace(config, eval=[])  # simulated engines write random tokens: there is nothing to evaluate
         self.config = config
         self.timeline = Conductor(0.0)
         self.workload = Workload(config)

@@ -6,7 +6,15 @@ from pathlib import Path
 
 from staleflow.clients.admin import Admin
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.loading.load import RESOLVED, from_json, load, read_run, write_resolved
+from staleflow.configs.loading.load import (
+    RESOLVED,
+    check_shared,
+    from_json,
+    load,
+    read_run,
+    worker_config,
+    write_resolved,
+)
 from staleflow.configs.schema import Config
 from staleflow.net.errors import Refused, RunOver, Unavailable
 from staleflow.net.permissions import Role
@@ -31,9 +39,9 @@ def join_run(
     """Return the run's configuration and run directory.
 
     The directory is the scheduler's if this host can read it, else ``runs/attached-RUN``. ``role`` is rollout, stage,
-    train or relay. Raise ``ConfigError`` if ``file`` or ``overrides`` describe another run, or if another user owns the
-    scheduler's Unix socket or directory; ``RunOver`` if the run has finished; ``Unavailable`` if the scheduler does not
-    answer.
+    train or relay. The configuration is the run's, with the settings of its own that ``file`` and ``overrides`` give a
+    rollout worker. Raise ``ConfigError`` if they describe another run, or if another user owns the scheduler's Unix
+    socket or directory; ``RunOver`` if the run has finished; ``Unavailable`` if the scheduler does not answer.
     """
     with _admin(address, role) as admin:
         try:
@@ -44,20 +52,31 @@ def join_run(
             raise
     if address.startswith("ipc://"):
         rundir.check_owner(Path(address.removeprefix("ipc://")), "socket")
-    config = from_json(attached.config)
-    if file is not None and load(file, overrides) != config:
-        raise ConfigError("--config", str(file), f'run "{attached.run}" at {address} has a different configuration')
-    if file is None and overrides:
-        raise ConfigError(
-            "override", overrides[0], f'run "{attached.run}" at {address} has its configuration: leave it out'
-        )
+    run = from_json(attached.config)
+    config = settings_of(run, role, file, overrides, f'run "{attached.run}" at {address}')
     folder = Path(attached.run_dir)
-    if (folder / RESOLVED).is_file() and read_run(folder) == config:
+    if (folder / RESOLVED).is_file() and read_run(folder) == run:
         rundir.check_owner(folder)
     else:
         folder = Path("runs") / f"attached-{attached.run}"
-        write_resolved(config, folder)
+        write_resolved(run, folder)
     return config, folder
+
+
+def settings_of(run: Config, role: str, file: Path | None, overrides: Sequence[str], name: str) -> Config:
+    """Return the configuration of a process of ``run``, which messages call ``name``.
+
+    It is the run's, except for a rollout worker: ``file``, or else ``overrides``, may give it settings of its own.
+    """
+    if file is not None:
+        config = load(file, overrides)
+        check_shared(config, run, name)
+        return config if role == "rollout" else run
+    if role == "rollout":
+        return worker_config(run, overrides)
+    if overrides:
+        raise ConfigError("override", overrides[0], f"{name} has its configuration: leave it out")
+    return run
 
 
 def check_not_ended(run_dir: Path, address: str) -> None:

@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from staleflow.configs import pools
+from staleflow.configs.own_settings import as_overrides
+from staleflow.configs.pools import gpus_of_workers
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages, threads_of, workers_of
 
@@ -70,8 +73,8 @@ def servers(config: Config, run_dir: Path, session: str = "") -> list[Role]:
 def workers(config: Config, run_dir: Path) -> list[Role]:
     """Return the workers of a run in start order, rollout workers first and the trainer last."""
     rollout = [
-        attach(f"rollout-{number}", run_dir, "rollout", threads=config.rollout.threads, gpus=_gpus_of(config, number))
-        for number in range(config.rollout.workers)
+        replace(rollout_worker(config, number, run_dir), gpus=gpus)
+        for number, gpus in enumerate(gpus_of_workers(config))
     ]
     judges = [
         attach(f"{stage}-{number}", run_dir, "stage", "--stage", stage, threads=threads_of(config, stage))
@@ -82,11 +85,11 @@ def workers(config: Config, run_dir: Path) -> list[Role]:
     return [*rollout, *judges, replace(trainer, kind=Kind.TRAINER)]
 
 
-def _gpus_of(config: Config, number: int) -> tuple[int, ...]:
-    """Return the GPUs of a rollout worker, assigned round-robin: as many as the engine's tensor parallelism."""
-    gpus, rollout = config.rollout.gpus, config.rollout
-    width = rollout.vllm.tensor_parallel if rollout.engine == "vllm" else 1
-    return tuple(gpus[(number * width + place) % len(gpus)] for place in range(width)) if gpus else ()
+def rollout_worker(config: Config, number: int, run_dir: Path, *more: str) -> Role:
+    """Return a rollout worker with the settings of its pool, on all GPUs. ``more``: further options."""
+    worker = pools.workers(config)[number]
+    words = (*more, *as_overrides(worker, config))
+    return attach(f"rollout-{number}", run_dir, "rollout", *words, threads=worker.rollout.threads)
 
 
 def model_builder(run_dir: Path) -> Role:

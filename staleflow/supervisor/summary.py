@@ -13,6 +13,7 @@ import msgspec
 from staleflow.configs.durable_files import write_durably
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
+from staleflow.metrics.names import held_out
 from staleflow.metrics.reader import metric_lines
 from staleflow.protocols.consistency.groups import LEASED
 from staleflow.protocols.wire.messages import SchedulerStatus
@@ -77,7 +78,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def rewards(lines: Sequence[Mapping[str, Any]]) -> tuple[str, float | None, float | None]:
     """Return the source of the rewards and their mean at the start and at the end of the run."""
-    for key, what in (("reward/eval", "held-out prompts"), ("reward/mean", "training groups")):
+    keys = [(key, "held-out prompts") for key in held_out(key for line in lines for key in line)]
+    for key, what in (*keys, ("reward/mean", "training groups")):
         values = [float(line[key]) for line in lines if line.get(key) is not None]
         if values:
             return what, values[0], values[-1]

@@ -177,6 +177,8 @@ class Supervisor:
             self._restart_dead(self._children)
             if self._status.drained:
                 self._phase = "draining"
+            elif self._status.trained:
+                self._phase = "evaluating"
             elif self._status.version >= 0:
                 self._phase = "training"
 
@@ -212,7 +214,8 @@ class Supervisor:
         if child.role.kind is not Kind.SCHEDULER:  # a dead scheduler cannot answer
             self._watch.poll_now()
         status = self._status
-        if status.finished or (code == 0 and child.role.kind is Kind.WORKER and status.drained):
+        leaves = (Kind.WORKER, status.drained), (Kind.TRAINER, status.trained)
+        if status.finished or (code == 0 and any(child.role.kind is kind and due for kind, due in leaves)):
             # a trainer that exited during a drain without reporting its end is restarted to report it
             child.over = True
             return

@@ -32,6 +32,7 @@ OTHERS = {
         "export",
         "git",
         "hf",
+        "vllm",
         "kill",
         "kubectl",
         "mount",

@@ -107,6 +107,10 @@ def test_each_pod_has_the_keys_of_its_role_and_no_other() -> None:
     [
         (["launch.image="], 'launch.image is ""; it must name a container image'),
         (
+            ["rollout.workers=1", "rollout.pool=[{workers=2}]"],
+            "rollout.pool is [{'workers': 2}]; all rollout pods are the same; leave it out, and run staleflow attach",
+        ),
+        (
             ["rollout.workers=5"],
             "launch.rollout_nodes is 2; all pods have the same number of engines: it must divide rollout.workers, 5",
         ),

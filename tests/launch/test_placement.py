@@ -172,3 +172,22 @@ def test_what_cannot_be_placed_is_refused(overrides: list[str], said: str) -> No
 def test_what_fits_is_not_refused() -> None:
     placement.check(cluster())
     placement.check(cluster(*REAL, "launch.trainer_nodes=2", "trainer.algorithm.kl_coef=0.01"))
+
+
+def test_workers_of_several_pools_have_their_own_gpus_and_settings() -> None:
+    pools = "rollout.pool=[{workers=3}, {workers=3, engine='transformers', threads=4, vllm={tensor_parallel=1}}]"
+    config = cluster(*REAL, "rollout.workers=1", pools, "launch.rollout_nodes=2", "launch.relays=none")
+    placement.check(config)
+    placed = [
+        {role.name: role.gpus for role in placement.rollout_roles(config, HERE, THERE, place, "")}
+        for place in placement.places(config)
+        if place.part == "rollout"
+    ]
+    assert placed == [
+        {"rollout-0": (0, 1), "rollout-1": (2, 3), "rollout-2": (4, 5)},
+        {"rollout-3": (0,), "rollout-4": (1,), "rollout-5": (2,)},
+    ]
+    assert 'rollout.engine="transformers"' in words(config)["rollout-3"]
+    assert placement.machine_cpus(config, "rollout") == 12
+    with pytest.raises(ConfigError, match=r"gpus_per_node is 5; 3 engines a machine need 6: more"):
+        placement.check(cluster(*REAL, "rollout.workers=1", pools, "launch.rollout_nodes=2", "launch.gpus_per_node=5"))

@@ -191,7 +191,7 @@ def test_each_role_may_send_what_the_table_says_and_nothing_else() -> None:
     assert may[Role.ADMIN] == common | {"GetStatus", "Drain"}
     assert may[Role.STAGE] == common | {"GetStageWork", "PutStageResults", "GetStatus"}
     assert may[Role.ROLLOUT] == common | {
-        *("Report", "Pulled", "Operations", "GetRows", "GetSlab", "PushGroups", "PutPartial"),
+        *("Report", "Pulled", "PutScores", "Operations", "GetRows", "GetSlab", "PushGroups", "PutPartial"),
         *("GetSources", *pulling),
     }
     assert may[Role.TRAINER] == common | {

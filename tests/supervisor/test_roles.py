@@ -55,6 +55,14 @@ def test_an_engine_of_several_gpus_gets_them_all() -> None:
     assert [role.gpus for role in attached[:2]] == [(0, 1), (2, 3)]
 
 
+def test_a_worker_of_a_pool_is_started_with_the_settings_of_its_pool() -> None:
+    pool = "rollout.pool=[{threads=2}, {workers=2, max_inflight=99, simulated={k2=0.5}}]"
+    first, second, third, *_ = workers(load(SIMULATED, ["rollout.workers=1", pool]), Path("/r"))
+    assert (first.threads, second.threads, third.name) == (2, 1, "rollout-2")
+    assert first.command[3:] == (*("attach", "rollout", "--run-dir", "/r", "--name", "rollout-0", "rollout.threads=2"),)
+    assert second.command[-2:] == ("rollout.max_inflight=99", "rollout.simulated.k2=0.5")
+
+
 def test_a_role_is_started_as_a_person_would_start_it() -> None:
     config = load(SIMULATED)
     shard = servers(config, Path("/r"))[1]

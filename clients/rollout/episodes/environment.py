@@ -13,10 +13,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.rollout.engines.base import AsyncEngine
+from staleflow.clients.rollout.engines.base import AsyncEngine, Sampling
 from staleflow.clients.rollout.episodes.chat.server import ChatServer
 from staleflow.clients.rollout.episodes.chat.template import ChatTemplate
 from staleflow.clients.rollout.episodes.chat.transcript import Transcript, group_payload
@@ -27,6 +28,7 @@ from staleflow.clients.rollout.groups import ActiveLease, Recipe, first_ended
 from staleflow.clients.user_code.process import Killed
 from staleflow.configs.rewards import components
 from staleflow.configs.schema import Config
+from staleflow.configs.schema import Environment as Settings
 from staleflow.protocols.wire.stages import ENVIRONMENT
 from staleflow.protocols.wire.trajectory import GroupPayload
 
@@ -95,8 +97,43 @@ class Environments:
         transcripts = [opened[-1].transcript]
         return group_payload(transcripts, self._columns(transcripts, [columns]))
 
-    async def _play(self, row: Mapping[str, Any], seed: int, opened: Callable[[Episode], None]) -> dict[str, float]:
-        """Return the result of ``rollout`` for one episode.
+    async def episodes(
+        self, row: Mapping[str, Any], seeds: Sequence[int], sampling: Sampling, places: asyncio.Semaphore
+    ) -> tuple[GroupPayload, list[str]]:
+        """Run one episode for each seed without a lease, each in one of ``places``. Return those that have a result,
+        and the reasons of the others. ``EpisodeFailed`` if none has.
+
+        Calls are sampled with ``sampling``, whatever they request: the policy of ``environment.sampling_arguments`` is
+        about training.
+        """
+        settings = msgspec.structs.replace(self._settings, sampling_arguments="override")
+
+        async def play(seed: int) -> tuple[Transcript, dict[str, float]]:
+            opened: list[Episode] = []
+            async with places:
+                columns = await self._play(row, seed, opened.append, sampling, settings)
+            return opened[-1].transcript, columns
+
+        ended = await asyncio.gather(*map(play, seeds), return_exceptions=True)
+        for error in ended:
+            if isinstance(error, BaseException) and not isinstance(error, EpisodeFailed):
+                raise error
+        played = [one for one in ended if not isinstance(one, BaseException)]
+        failures = [str(one) for one in ended if isinstance(one, EpisodeFailed)]
+        if not played:
+            raise EpisodeFailed(failures[0])
+        transcripts = [transcript for transcript, _ in played]
+        return group_payload(transcripts, self._columns(transcripts, [columns for _, columns in played])), failures
+
+    async def _play(
+        self,
+        row: Mapping[str, Any],
+        seed: int,
+        opened: Callable[[Episode], None],
+        sampling: Sampling | None = None,
+        settings: Settings | None = None,
+    ) -> dict[str, float]:
+        """Return the result of ``rollout`` for one episode. ``sampling`` and ``settings``: default those of the run.
 
         ``opened`` receives the episode, and again after another episode killed the process. The repetition starts
         over with the same seed. The engine has counted the tokens of the lost run, but no group has them: they show
@@ -104,7 +141,8 @@ class Environments:
         """
         suspicion = 0
         while True:
-            episode = Episode(self._engine, self._template, self._recipe.sampling, seed=seed, settings=self._settings)
+            chosen = sampling or self._recipe.sampling
+            episode = Episode(self._engine, self._template, chosen, seed=seed, settings=settings or self._settings)
             opened(episode)
             try:
                 return await self._played(episode, row, suspicion)

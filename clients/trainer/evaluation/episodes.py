@@ -60,7 +60,7 @@ class EpisodeEvaluation:
 
     async def _run(self, model: Any, stopping: Stopping) -> list[PlayedEpisode | None]:
         config, stops = self._config, stop_ids(model, self._tokenizer)
-        slots = config.rollout.max_inflight
+        slots = min(config.rollout.max_inflight, max(len(self._rows), 1))  # each allocates a row of the KV cache
         engine = EngineThread(TransformersEngine(model, stops, decode=self._decode, slots=slots))
         environments = Environments(config, engine, TokenizerChatTemplate(self._tokenizer), Recipe.of(config))
         try:

@@ -68,7 +68,8 @@ class PromptEvaluation:
         """Return the completion of each prompt by its number, without prompts that the model cannot read."""
         rollout = self._config.rollout
         stops = stop_ids(model, self._tokenizer)
-        engine = TransformersEngine(model, stops, decode=self._decode, slots=rollout.max_inflight)
+        slots = min(rollout.max_inflight, max(len(self._prompts), 1))  # each slot allocates a row of the KV cache
+        engine = TransformersEngine(model, stops, decode=self._decode, slots=slots)
         sampling = Sampling.of(rollout)
         seed = first_seed(self._config)
         submitted, finished = list[int](), dict[int, Trajectory]()

@@ -18,6 +18,7 @@ from staleflow.protocols.wire.messages.base import (
     Refusal,
     TensorSpec,
 )
+from staleflow.protocols.wire.messages.evaluation import EndEvaluation, Evaluate, PromptScores, PutScores
 from staleflow.protocols.wire.messages.instances import (
     Abort,
     Assign,
@@ -138,6 +139,7 @@ Request = (
     | Detach
     | Report
     | Pulled
+    | PutScores
     | Operations
     | GetRetained
     | GetExpected
@@ -231,6 +233,8 @@ __all__ = [
     "Detach",
     "Done",
     "Drain",
+    "EndEvaluation",
+    "Evaluate",
     "Expected",
     "Finished",
     "GetBatch",
@@ -277,12 +281,14 @@ __all__ = [
     "Pong",
     "PromptFeatures",
     "PromptFeaturesReply",
+    "PromptScores",
     "PublishChunk",
     "Pull",
     "Pulled",
     "PushGroups",
     "PushItem",
     "PutPartial",
+    "PutScores",
     "PutStageResults",
     "QuarantineGroups",
     "Refusal",

@@ -1,5 +1,7 @@
 """Messages to the scheduler: processes that join and leave the run."""
 
+from msgspec import field
+
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages.base import Count, Message
 
@@ -15,7 +17,7 @@ class Attach(Message, frozen=True, kw_only=True):
     role: str
     """rollout, stage, trainer, trajectories, parameters, relay, prompts, monitor or admin."""
     config_sha: str = ""
-    """Hash of the process's configuration; empty if it takes the scheduler's."""
+    """Hash of the shared settings in the process's configuration; empty if it takes the scheduler's."""
     endpoint: str = ""
     """Servers: address at which they are reached."""
     shard: int = 0
@@ -32,6 +34,9 @@ class Attach(Message, frozen=True, kw_only=True):
     slot: str = ""
     """A secret of the supervisor, the same for each process that it starts in this place, so that a replacement may
     take the name at once. Empty without a supervisor."""
+    eval_prompts: list[Count] = field(default_factory=list[int])
+    """Rollout workers: number of prompts of each evaluation set of the configuration, in order. Empty: the worker plays
+    none."""
 
 
 class AttachReply(Message, frozen=True, kw_only=True):

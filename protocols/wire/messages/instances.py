@@ -2,6 +2,7 @@
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages.base import Count, Message, Part, Sha
+from staleflow.protocols.wire.messages.evaluation import EndEvaluation, Evaluate
 
 
 class InstanceStats(Part, frozen=True, kw_only=True):
@@ -34,6 +35,8 @@ class InstanceStats(Part, frozen=True, kw_only=True):
     """Number of environment episodes in progress."""
     episodes_waiting: Count = 0
     """Number of episodes that wait because no environment process may play one more."""
+    evaluated_tokens: Count = 0
+    """Part of ``generated_tokens`` that belongs to finished samples of evaluations."""
 
 
 class Report(Message, frozen=True, kw_only=True):
@@ -50,6 +53,8 @@ class Report(Message, frozen=True, kw_only=True):
     """Leases that the worker works on. The scheduler reassigns missing ones and aborts those it should not have."""
     stats: InstanceStats
     wait_ms: int = 1000
+    evaluation: Count = 0
+    """Ticket of the evaluation that the worker plays; 0: none."""
 
 
 class Assign(Message, frozen=True, kw_only=True):
@@ -95,7 +100,7 @@ class Yield(Message, frozen=True, kw_only=True):
     lease: LeaseId
 
 
-Command = Assign | Pull | Interrupt | Abort | Yield
+Command = Assign | Pull | Interrupt | Abort | Yield | Evaluate | EndEvaluation
 
 
 class Commands(Message, frozen=True, kw_only=True):

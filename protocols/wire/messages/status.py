@@ -115,6 +115,8 @@ class InstanceStatus(Part, frozen=True, kw_only=True):
     """Restriction, if its groups fail."""
     loading: int | None = None
     """Version that it loads now."""
+    evaluation: str = ""
+    """Evaluation that it plays, ``SET at version VERSION``; empty if none."""
     last_command: str = ""
     last_seen_s: float = 0.0
     """Seconds since its last message."""
@@ -251,7 +253,9 @@ class SchedulerStatus(Status, frozen=True, kw_only=True):
     first_metrics: dict[str, float | int | None] = msgspec.field(default_factory=dict[str, float | int | None])
     """Step, lineage and value of the first evaluation: the baseline for monitors that attach later."""
     finished: bool = False
-    """The trainer has reported its end."""
+    """The trainer has reported its end, and no evaluation remains."""
+    trained: bool = False
+    """The trainer has reported its end; evaluations may remain."""
     drained: str = ""
     """Reason of a drain; empty without one."""
     error: str = ""

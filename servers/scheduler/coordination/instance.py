@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from staleflow.net.endpoint import Call
 from staleflow.protocols.consistency.groups import GroupView
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages import Command, InstanceStats, Pull
+from staleflow.protocols.wire.messages import Command, Evaluate, InstanceStats, Pull
 
 PULL_TIMEOUT_MS = 10_000
 """Timeout of a pull: then it is ordered again, and the instance may start groups with its loaded weights."""
@@ -65,7 +65,9 @@ class Instance:
         "commands",
         "drain_sent",
         "due_ms",
+        "evaluation",
         "leases",
+        "pinned",
         "pull",
         "pull_ms",
         "pushed",
@@ -97,6 +99,10 @@ class Instance:
         self.call: Call | None = None
         """The open report."""
         self.due_ms = 0
+        self.pinned: tuple[Lineage, Version] | None = None
+        """Weights of the evaluation that it plays, or will play; it gets no order to load other ones."""
+        self.evaluation = 0
+        """Ticket of the evaluation that it was ordered to play; 0: none."""
         self.drain_sent = False
         """The drain notice was sent."""
 
@@ -119,8 +125,11 @@ class Instance:
     def reload(self, leases: Mapping[LeaseId, GroupView]) -> None:
         """Replace the leases and remove unsent commands. Leases without a sent command count as assigned by an earlier
         incarnation."""
-        if any(isinstance(command, Pull) for command in self.commands.discard_unsent()):
+        unsent = self.commands.discard_unsent()
+        if any(isinstance(command, Pull) for command in unsent):
             self.pull, self.pull_ms = None, 0
+        if any(isinstance(command, Evaluate) for command in unsent):
+            self.pinned, self.evaluation = None, 0
         sent = self.commands.sent
         numbers = {lease: number for lease, (_, number) in self.leases.items() if number <= sent}
         self.leases = {lease: (view.group, numbers.get(lease, 0)) for lease, view in leases.items()}
@@ -128,6 +137,10 @@ class Instance:
     def aborts(self, lease: LeaseId) -> bool:
         """Return whether an abort of the lease is pending, not acknowledged."""
         return self.aborting.get(lease, 0) > self.commands.acked
+
+    def has_received_evaluation(self) -> bool:
+        """Return whether it has acknowledged the newest order to play an evaluation."""
+        return not any(isinstance(command, Evaluate) for command in self.commands.pending)
 
     def order_pull(self, lineage: Lineage, version: Version, now_ms: int) -> None:
         self.stuck = self.stuck or self.pull is not None

@@ -17,7 +17,17 @@ from staleflow.protocols.consistency.effects import Pushed, Released, Reserved, 
 from staleflow.protocols.consistency.groups import GroupView
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.coordination.view import Move
-from staleflow.protocols.wire.messages import Abort, Assign, Command, Commands, Interrupt, Report, Yield
+from staleflow.protocols.wire.messages import (
+    Abort,
+    Assign,
+    Command,
+    Commands,
+    EndEvaluation,
+    Evaluate,
+    Interrupt,
+    Report,
+    Yield,
+)
 from staleflow.protocols.wire.trajectory import shard_of
 from staleflow.servers.scheduler.coordination.instance import Instance
 from staleflow.servers.scheduler.coordination.moves import Moves
@@ -245,6 +255,30 @@ class Instances:
         instance.order_pull(lineage, version, now_ms)
         self.touch(instance.worker)
         self._to_answer[instance.worker] = instance
+
+    def pin(self, instance: Instance, weights: tuple[Lineage, Version]) -> None:
+        """Reserve an instance for an evaluation with these weights: it starts no groups until it has loaded them."""
+        instance.pinned = weights
+        self.touch(instance.worker)
+
+    def unpin(self, instance: Instance) -> None:
+        """Let an instance load newer weights again."""
+        instance.pinned, instance.evaluation = None, 0
+        self.touch(instance.worker)
+
+    def evaluate(self, instance: Instance, command: Evaluate, now_ms: int) -> None:
+        """Order an instance to play an evaluation, and to load its weights if needed."""
+        instance.evaluation = command.ticket
+        weights = (command.lineage, command.version)
+        if (instance.loaded() if instance.pull is None else instance.pull) != weights:
+            self.order_pull(instance, *weights, now_ms)
+        self._order(instance, command)
+
+    def end_evaluation(self, instance: Instance, ticket: int) -> None:
+        """Order an instance to discard an evaluation, once."""
+        command = EndEvaluation(ticket=ticket)
+        if command not in instance.commands.pending:
+            self._order(instance, command)
 
     def _order(self, instance: Instance, command: Command) -> int:
         self.touch(instance.worker)

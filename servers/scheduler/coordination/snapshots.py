@@ -170,10 +170,11 @@ class Snapshots:
             lineage=stats.lineage,
             version=stats.version,
             usable=usable,
-            behind=newest >= 0 and not (same_lineage and stats.version == newest),
+            # An instance that plays an evaluation loads nothing newer, and starts groups with the version it has.
+            behind=instance.pinned is None and newest >= 0 and not (same_lineage and stats.version == newest),
             pulling=instance.pulling(now_ms),
             stuck=instance.stuck,
-            on_hold=self._backoff.on_hold(instance.worker),
+            on_hold=self._backoff.on_hold(instance.worker) or instance.pinned not in (None, instance.loaded()),
             held=len(instance.leases) + coming,
             coming=coming,
             ordered=sum([type(command) is Assign for command in pending]) if pending else 0,

@@ -19,6 +19,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""
     """Id of the start of the run, or of its newest resumption."""
     drained: str = ""
+    trained: bool = False
     finished: bool = False
     error: str = ""
 
@@ -36,8 +37,10 @@ class Phase:
     """This scheduler process is shutting down; the run continues."""
     drained: str = ""
     """Why a drain was requested; empty if it was not."""
+    trained: bool = False
+    """The trainer has reported its end; evaluations may remain."""
     finished: bool = False
-    """The trainer has reported its end, or a drained run has no trainer."""
+    """The trainer has reported its end and no evaluation remains, or a drained run has no trainer."""
     error: str = ""
     """Why the trainer gave up."""
     closed: bool = False
@@ -45,8 +48,8 @@ class Phase:
 
     @property
     def ending(self) -> bool:
-        """True if the run is drained or finished: only a new session continues it."""
-        return self.finished or bool(self.drained)
+        """True if the run is drained, trained or finished: only a new session continues it."""
+        return self.finished or self.trained or bool(self.drained)
 
     @property
     def draining(self) -> bool:
@@ -55,7 +58,13 @@ class Phase:
 
     def save(self, txn: Write) -> None:
         """Write the phase; called in the transaction that its reply waits for."""
-        stored = Stored(session=self.session, drained=self.drained, finished=self.finished, error=self.error)
+        stored = Stored(
+            session=self.session,
+            drained=self.drained,
+            trained=self.trained,
+            finished=self.finished,
+            error=self.error,
+        )
         txn.put("meta", _KEY, msgspec.msgpack.encode(stored))
 
 
@@ -69,7 +78,13 @@ def load(txn: Read, session: str) -> Phase:
     if is_new_session(txn, session):
         return Phase(session=session)
     stored = _stored(txn)
-    return Phase(session=stored.session, drained=stored.drained, finished=stored.finished, error=stored.error)
+    return Phase(
+        session=stored.session,
+        drained=stored.drained,
+        trained=stored.trained,
+        finished=stored.finished,
+        error=stored.error,
+    )
 
 
 def _stored(txn: Read) -> Stored:

@@ -164,6 +164,11 @@ class PromptQueue:
         """Return whether clients may still submit rows, so that an empty queue is not the end of the prompts."""
         return self.submissions is not None and not self.submissions.ended
 
+    def num_pending(self) -> int:
+        """Number of submitted rows that wait for a rollout worker, also before a trajectory server has attached."""
+        fresh = 0 if self.submissions is None else self.submissions.num_rows - self._stream.num_popped
+        return fresh + len(self._requeued)
+
     def is_queued(self, group: GroupId) -> bool:
         """Return whether a group of a submitted row waits to be handed out, for the first time or again."""
         waits = self._submitted is not None and group < SUBMITTED_ROWS and self._submitted.is_waiting(group)

@@ -107,7 +107,7 @@ class PromptRequests:
             return Code.CONFLICT, "the prompts were finished by a client; the run takes no more until it is resumed"
         if rows.num_rows + count > SUBMITTED_ROWS:
             return Code.OVERSIZE, f"a run takes at most {SUBMITTED_ROWS} rows"
-        if count and (pending := self._prompts.num_left()) + count > (limit := self._config.max_pending):
+        if count and (pending := self._prompts.num_pending()) + count > (limit := self._config.max_pending):
             return Code.BUSY, f"{pending} rows are pending; prompts.max_pending allows {limit}"
         if count and (used := self._interpreter.store.used_share()) >= MAX_STORE_SHARE:
             detail = f"the scheduler's store is {used:.0%} full of rows that a checkpoint may need"

@@ -19,6 +19,7 @@ from staleflow.protocols.wire.messages.status import (
     WorkerStatus,
 )
 from staleflow.servers.scheduler.coordination.instance import Instance
+from staleflow.servers.scheduler.evaluation.evaluations import Evaluations
 from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.status.step_metrics import StepMetrics
 from staleflow.servers.scheduler.status.why import Why
@@ -41,12 +42,15 @@ MAX_SILENT_ROWS = 64
 class StatusView:
     """Read-only view of the scheduler that builds status replies."""
 
-    def __init__(self, state: SchedulerState, metrics: StepMetrics, why: Why, run_dir: str) -> None:
+    def __init__(
+        self, state: SchedulerState, metrics: StepMetrics, why: Why, evaluations: Evaluations, run_dir: str
+    ) -> None:
         self._config, self._identity, self._phase = state.config, state.identity, state.phase
         self._interpreter, self._registry = state.interpreter, state.registry
         self._instances, self._loads = state.instances, state.loads
         self._metrics = metrics
         self._why = why
+        self._evaluations = evaluations
         self._stages = graph(state.config)
         self._started_ms = state.interpreter.clock.now_ms()
         self._run_dir = run_dir
@@ -117,6 +121,7 @@ class StatusView:
             metrics=self._metrics.last,
             first_metrics=self._metrics.first,
             finished=phase.finished,
+            trained=phase.trained,
             drained=phase.drained,
             error=phase.error,
             closed=phase.closed,
@@ -154,6 +159,7 @@ class StatusView:
                     held=len(instance.leases),
                     failed=holds.get(name),
                     loading=None if instance.pull is None else instance.pull[1],
+                    evaluation=self._evaluations.of(instance),
                     last_command=_command(instance, instance.commands.last),
                     last_seen_s=0.0 if process is None else _seen_s(process, now, present),
                 )
@@ -209,6 +215,10 @@ def _command(instance: Instance, command: Command | None) -> str:
             return f"assign {command.group}"
         case messages.Pull():
             return f"pull v{command.version}"
+        case messages.Evaluate():
+            return f"evaluate {command.set} v{command.version}"
+        case messages.EndEvaluation():
+            return "end evaluation"
         case _:
             lease = instance.leases.get(command.lease)
             about = f"lease {command.lease}" if lease is None else str(lease[0])

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from staleflow.metrics.names import held_out
 from staleflow.process.clock import Clock
 from staleflow.protocols.consistency.effects import Consumed, Pushed, Released, Reserved, Sealed
-from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Step, Version
+from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, Version
 from staleflow.protocols.consistency.limits import Bound, Limits
 from staleflow.protocols.consistency.machine import Machine
 from staleflow.servers.scheduler.coordination.instance import Instance
@@ -23,7 +24,6 @@ from staleflow.servers.scheduler.lengths.expected import Lengths
 log = logging.getLogger(__name__)
 
 Line = dict[str, float | int | None]
-_EVAL = "reward/eval"
 
 
 class StepMetrics:
@@ -52,7 +52,7 @@ class StepMetrics:
         lines = _whole_lines(path)
         self.last = _decoded(path, lines[-1]) if lines else {}
         """The last written line."""
-        starts = (_start(_decoded(path, raw)) for raw in lines if _EVAL.encode() in raw)
+        starts = (_start(_decoded(path, raw)) for raw in lines if b"eval" in raw)
         self.first: Line = next(filter(None, starts), Line())
         """Step, lineage and value of the first evaluation: the baseline for monitors that attach later."""
         self.newest: Line = dict(self.last)
@@ -134,13 +134,24 @@ class StepMetrics:
             line.update(self._lengths.quality())
         line.update(values)
         self.last = line
-        self.first = self.first or _start(line)
         self.newest.update(line)
+        self._write(line)
+
+    def evaluation(self, lineage: Lineage, version: Version, values: dict[str, float], now_ns: int) -> None:
+        """Write the line of an evaluation of ``version``, at the step that published it. Later steps may have lines
+        already."""
+        step = version - 1
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
+        self.newest.update(values)
+        self._write({"step": step, "lineage": lineage, "version": version, "t": now_ns / 1e9, **values})
+
+    def _write(self, line: Line) -> None:
+        self.first = self.first or _start(line)
         try:
             with self._path.open("ab") as file:
                 file.write(msgspec.json.encode(line) + b"\n")
         except OSError as error:
-            log.warning("metrics of step %d not written to %s: %s", step, self._path, error)
+            log.warning("metrics of step %s not written to %s: %s", line["step"], self._path, error)
 
     def _off_policy(self, step: Step) -> Line:
         counts = self._totals.counts
@@ -241,6 +252,5 @@ def _decoded(path: Path, raw: bytes) -> Line:
 
 def _start(line: Line) -> Line:
     """Return the part of a line that starts the held-out curve; empty if the line has no evaluation."""
-    if line.get(_EVAL) is None:
-        return {}
-    return {key: line[key] for key in ("step", "lineage", _EVAL) if key in line}
+    key = next((key for key in held_out(line) if line.get(key) is not None), None)
+    return {} if key is None else {name: line[name] for name in ("step", "lineage", key) if name in line}

@@ -34,13 +34,16 @@ class Why:
         deadlock: Deadlock,
         backoff: Backoff,
         is_trainer_waiting: Callable[[], bool],
+        evaluations: Callable[[], str],
     ) -> None:
-        """``is_trainer_waiting``: returns whether the trainer waits for its current batch."""
+        """``is_trainer_waiting``: returns whether the trainer waits for its current batch. ``evaluations``: describes
+        the evaluations that are not finished."""
         self._config, self._interpreter, self._phase = state.config, state.interpreter, state.phase
         self._registry, self._instances, self._loads = state.registry, state.instances, state.loads
         self._deadlock = deadlock
         self._backoff = backoff
         self._is_trainer_waiting = is_trainer_waiting
+        self._evaluations = evaluations
         self._leased, self._staged = Durations(), Durations()
         for effect, listener in (
             (effects.Reserved, self._on_reserved),
@@ -85,6 +88,8 @@ class Why:
             return f"the trainer stopped: {phase.error}"
         if phase.finished:
             return f"the run was drained: {phase.drained}" if phase.drained else "the run is finished"
+        if phase.trained:
+            return f"training is over; the run ends after {self._evaluations() or 'its evaluations'}"
         if phase.stuck:
             return phase.stuck
         if phase.stopping:

@@ -102,7 +102,7 @@ class Attachments:
         if (no := self._name_objection(call, body)) is not None:
             return no
         if body.config_sha and body.config_sha != self._identity.config_sha:
-            return Code.CONFLICT, f"{body.name} has a different configuration than this run"
+            return Code.CONFLICT, f"{body.name} has other values of keys that all processes of this run share"
         if body.role == "trajectories" and (no := self._shard_objection(body)) is not None:
             return no
         if body.role == "stage" and (no := self._stage_objection(body)) is not None:

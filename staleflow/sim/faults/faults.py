@@ -324,7 +324,8 @@ class Faults:
     def _flip_weights(self) -> bool:
         """Change one byte of a version on disk: an existing one, or the next one before any instance has loaded it."""
         if self._rng.random() < 0.5:
-            self._flip_next({*self._versions()}, self._world.conductor.now_s + NEXT_VERSION_S)
+            until_s = self._world.conductor.now_s + NEXT_VERSION_S
+            self._flip_next({*self._versions()}, until_s, self._world.machine.num_renames)
             return True
         mine = [self._weights / name for name in self._versions()]
         files = [*mine, *sorted(self._world.run_dir.glob("relays/*/*.bin"))]
@@ -332,13 +333,15 @@ class Faults:
             self._flip_file(self._rng.choice(files))
         return bool(files)
 
-    def _flip_next(self, existing: set[str], until_s: float) -> None:
-        conductor = self._world.conductor
-        new = [name for name in self._versions() if name not in existing]
+    def _flip_next(self, existing: set[str], until_s: float, renames: int) -> None:
+        """Damage the first new version. Only a rename makes one visible: list the folder after renames alone."""
+        conductor, machine = self._world.conductor, self._world.machine
+        changed = machine.num_renames != renames
+        new = [name for name in self._versions() if name not in existing] if changed else []
         if new:
             self._flip_file(self._weights / new[-1])
         elif conductor.now_s < until_s and not self._world.ended:
-            conductor.after(0.001, self._flip_next, existing, until_s)
+            conductor.after(0.001, self._flip_next, existing, until_s, machine.num_renames)
 
     @property
     def _weights(self) -> Path:

@@ -87,6 +87,7 @@ class Machine:
         """Processes that no supervisor started: they fill no slot and take no name from a live process."""
         self.boots = 0
         """Number of restarts of the servers' host."""
+        self.num_renames = 0
         self.lent: dict[str, mmap.mmap] = {}
         """Slabs that live rollout workers write into, as they have mapped them, by name."""
         self.counts: Counter[str] = Counter()
@@ -199,6 +200,7 @@ class Machine:
 
     def _rename(self, real: Callable[..., None]) -> Callable[..., None]:
         def rename(source: Any, target: Any, **options: Any) -> None:
+            self.num_renames += 1
             if self.kill_at_rename is None or Path(target).parent != self.kill_at_rename[0]:
                 real(source, target, **options)
                 return

@@ -94,15 +94,15 @@ class Inbox:
 
     def _drain(self) -> None:
         self._scheduled = False
-        burst = self.limits.burst_messages
+        limits, num_heads, burst = self.limits, self._num_heads, self.limits.burst_messages
         now, self._waiting = self._waiting[:burst], self._waiting[burst:]
         for parts in now:
             if not self.open:
                 return
-            head, frames = list(parts[: self._num_heads]), [memoryview(part) for part in parts[self._num_heads :]]
-            size = sum(map(len, parts[self._num_heads - 1 :]))
-            oversize = size > self.limits.max_message_bytes or len(frames) > self.limits.max_frames
-            self._on_message(head, frames, oversize)
+            frames = [memoryview(part) for part in parts[num_heads:]]
+            size = sum(map(len, parts[num_heads - 1 :]))
+            oversize = size > limits.max_message_bytes or len(frames) > limits.max_frames
+            self._on_message(list(parts[:num_heads]), frames, oversize)
         if now and self._on_drained is not None and self.open:
             self._on_drained()
         self._drain_soon()
@@ -125,7 +125,7 @@ class ServerLink:
         wire = self.wires.get(bytes(parts[0]))
         if wire is None or not wire.open:
             return False
-        self.network.carry(wire, 1, tuple(bytes(part) for part in parts[1:]))
+        self.network.carry(wire, 1, tuple(map(bytes, parts[1:])))
         return True
 
     def close(self, linger_ms: int | None = None) -> None:
@@ -153,7 +153,7 @@ class ClientLink:
         self.network.connect(self)
 
     def send(self, parts: Sequence[Data]) -> bool:
-        copied = tuple(bytes(part) for part in parts)
+        copied = tuple(map(bytes, parts))
         if self.wire is not None and self.wire.open:
             self.network.carry(self.wire, 0, copied)
         elif len(self._unsent) < self._queue:

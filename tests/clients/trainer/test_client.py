@@ -178,6 +178,32 @@ def test_a_batch_must_be_committed_before_the_next(service: Service) -> None:
             next(batches)
 
 
+def test_a_trainer_may_read_one_batch_ahead_and_commits_in_order(service: Service) -> None:
+    with joined(service) as trainer:
+        first = trainer.version
+        batches = trainer.batches(first + 3, ahead=True)
+        assert [next(batches).step, next(batches).step] == [first, first + 1]
+        with pytest.raises(RuntimeError, match="cannot quarantine"):
+            trainer.quarantine([], "too long")
+        assert trainer.commit(weights(1)) == first + 1
+        assert next(batches).step == first + 2
+        assert [trainer.commit(weights(2)), trainer.commit(weights(3))] == [first + 2, first + 3]
+        assert next(batches, None) is None
+        with pytest.raises(RuntimeError, match="no batch"):
+            trainer.commit(weights(4))
+    consumed = [event["step"] for event in service.trace("consume")]
+    assert consumed[-3:] == [first, first + 1, first + 2]
+
+
+def test_a_trainer_reads_no_more_than_one_batch_ahead(service: Service) -> None:
+    with joined(service) as trainer:
+        batches = trainer.batches(trainer.version + 10, ahead=True)
+        next(batches)
+        next(batches)
+        with pytest.raises(RuntimeError, match="was not committed"):
+            next(batches)
+
+
 def test_state_dicts_are_published_as_they_are_tied_tensors_once(service: Service) -> None:
     tensor = torch.ones(4, 4)
     with joined(service) as trainer:

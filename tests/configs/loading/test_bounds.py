@@ -23,11 +23,12 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "": {"prompts": {}, "reward": {"run": "m:f"}},
     "reward": {"run": "m:f"},
     "reward.functions": {"run": "m:f"},
+    "eval": {"name": "a", "source": "m:f"},
     "stage": {"name": "a", "run": "m:f", "makes": ["x"]},
     "simulation.fleet": {"count": 1},
     "simulation.events": {"at_s": 1, "engine": 0, "what": "join"},
 }
-LISTS = ("stage", "reward.functions", "prompts.sources", "simulation.fleet", "simulation.events")
+LISTS = ("stage", "eval", "reward.functions", "prompts.sources", "simulation.fleet", "simulation.events")
 
 
 def leaves(kind: kinds.Type, path: str = "") -> Iterator[tuple[str, kinds.Type, bool]]:

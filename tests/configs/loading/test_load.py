@@ -61,8 +61,8 @@ def test_the_last_of_two_overrides_counts(write: Write) -> None:
         ("staleness.bound=x", 'staleness.bound is "x"; it must be one of "token", "trajectory"'),
         (
             "rollout.engine=x",
-            'rollout.engine is "x"; it must be one of "simulated", "transformers", "vllm", or module:Class or'
-            " file.py:Class of your own",
+            'rollout.engine is "x"; it must be one of "simulated", "transformers", "vllm", "vllm_server", or'
+            " module:Class or file.py:Class of your own",
         ),
         ("rollout.redundancy.groups=9", "rollout.redundancy.groups is 9; it must be a number from 1 to 8"),
         ("trajectories.shards=65", "trajectories.shards is 65; it must be an integer from 1 to 64"),

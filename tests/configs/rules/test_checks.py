@@ -48,6 +48,14 @@ DIRECT = ("parameters.transport=direct", "rollout.engine=transformers", "trainer
             r'rollout\.temperature is 0\.009; with rollout\.engine "vllm" at least 0\.01, which vLLM would sample',
         ),
         (
+            ["rollout.engine=vllm_server", "model.path=/m", "rollout.workers=2"],
+            r'rollout\.workers is 2; each worker needs a server of its own with rollout\.engine "vllm_server": 1, or',
+        ),
+        (
+            ["rollout.engine=vllm_server", "model.path=/m", "rollout.vllm_server.url=box:8000"],
+            r'rollout\.vllm_server\.url is "box:8000"; it must be http://host:port$',
+        ),
+        (
             ["trainer.lr_min_share=0.1"],
             r'lr_min_share is 0\.1; with trainer\.lr_schedule "constant" nothing ends at it; leave it at 0\.0$',
         ),
@@ -60,7 +68,7 @@ DIRECT = ("parameters.transport=direct", "rollout.engine=transformers", "trainer
         (["trainer.gpus=[0,0]"], r"trainer\.gpus is \[0, 0\]; each GPU may be named once$"),
         (
             ["rollout.engine=vllm", "model.path=/m", "rollout.vllm.tensor_parallel=2", "rollout.gpus=[3]"],
-            r"rollout\.gpus is \[3\]; an engine needs rollout\.vllm\.tensor_parallel = 2 of them, or none be named$",
+            r"rollout\.gpus is \[3\]; an engine needs 2 of them \(rollout\.vllm\.tensor_parallel\), or none",
         ),
         (["trainer.eval_every=5"], r"trainer\.eval_every is 5; it needs held-out prompts: prompts\.eval_path or"),
         (

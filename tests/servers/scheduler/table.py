@@ -234,7 +234,7 @@ class Table:
 class Seat:
     """A rollout instance at the table; it executes only ``Pull``, and records all other commands."""
 
-    def __init__(self, table: Table, name: str, capacity: int = 4) -> None:
+    def __init__(self, table: Table, name: str, capacity: int = 4, **more: Any) -> None:
         self.table, self.name = table, name
         self.held: dict[LeaseId, Assign] = {}
         self.told: list[Command] = []
@@ -243,7 +243,9 @@ class Seat:
         """True if it executes orders to load weights."""
         self.ack = 0
         self.stats = InstanceStats(slots=2)
-        table.attach(name, "rollout", capacity=capacity)
+        self.evaluation = 0
+        """Ticket that its reports name."""
+        table.attach(name, "rollout", capacity=capacity, **more)
         self.report()
 
     def report(self, **stats: Any) -> None:
@@ -253,7 +255,12 @@ class Seat:
         while before != self.ack:
             before = self.ack
             report = Report(
-                worker=WorkerId(self.name), ack=self.ack, held=list(self.held), stats=self.stats, wait_ms=60_000
+                worker=WorkerId(self.name),
+                ack=self.ack,
+                held=list(self.held),
+                stats=self.stats,
+                wait_ms=60_000,
+                evaluation=self.evaluation,
             )
             self.table.call(self.name, report, self._hear)
 

@@ -35,10 +35,14 @@ class Counters(StatLoggerBase):
         self._config = vllm_config
         return self
 
+    def progressed(self) -> None:
+        """Note that the engine works."""
+        self.stepped_at = time.monotonic()
+
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        self.stepped_at = time.monotonic()
+        self.progressed()
         if scheduler_stats is not None:
             self.running = scheduler_stats.num_running_reqs
             self.kv_used = scheduler_stats.kv_cache_usage

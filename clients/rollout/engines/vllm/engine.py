@@ -35,6 +35,7 @@ from staleflow.clients.rollout.engines.base import (
 from staleflow.clients.rollout.engines.load_weights import check_weights, one_name_each
 from staleflow.clients.rollout.engines.vllm.counters import Counters
 from staleflow.clients.rollout.engines.vllm.draft import Draft
+from staleflow.clients.rollout.engines.vllm.server import ServerClient
 from staleflow.clients.rollout.engines.vllm.weights import Parcel, parcels
 from staleflow.clients.texts import Decode
 from staleflow.protocols.consistency.ids import Lineage, Version
@@ -58,7 +59,7 @@ class VllmEngine:
 
     def __init__(
         self,
-        llm: AsyncLLM,
+        llm: AsyncLLM | ServerClient,
         counters: Counters,
         model: Any,
         stop_ids: Sequence[int],
@@ -176,7 +177,10 @@ class VllmEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
+        if isinstance(self._llm, ServerClient):
+            await self._llm.close()  # the server continues
+        else:
+            await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
 
     # --- requests ---
 

@@ -3,7 +3,8 @@
 """Build a ready vLLM engine from a model directory."""
 
 import asyncio
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from staleflow.clients.tokens import check_vocabulary, encoder, open_tokenizer, 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.presence import check_model_dir
 from staleflow.configs.schema import Config
+from staleflow.configs.vllm_options import KEY as OPTIONS
+from staleflow.configs.vllm_options import check_names
 
 STREAM_TOKENS = 16
 """Number of tokens per output of vLLM's output loop, except the first token of a request."""
@@ -62,6 +65,60 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
         await engine.close()
         raise failure(error, checked=True) from error
     return engine, encode
+
+
+async def open_vllm_server(config: Config, directory: Path) -> tuple[Any, Encode]:
+    """Return the engine of a running server and the tokenizer of the run's model directory.
+
+    Raise ``ConfigError`` if the server cannot serve the run, ``EngineError`` if it does not answer.
+    """
+    prepare(config.rollout.threads, cpu=not torch.cuda.is_available())
+    open_package()
+    tokenizer = open_tokenizer(directory)
+    model = skeleton(directory, config.model.dtype)
+    check_vocabulary(tokenizer, model)
+
+    from staleflow.clients.rollout.engines.vllm.counters import Counters
+    from staleflow.clients.rollout.engines.vllm.engine import VllmEngine
+    from staleflow.clients.rollout.engines.vllm.server import ServerClient
+
+    counters, url = Counters(), config.rollout.vllm_server.url
+    client = ServerClient(url, counters)
+    try:
+        theirs = await client.open()
+        context = check_server(theirs, url, config.model.dtype)
+        cache = theirs["cache_config"]
+        counters.slots = theirs["scheduler_config"]["max_num_seqs"]
+        counters.kv_capacity = (cache["num_gpu_blocks"] or 0) * cache["block_size"]
+        engine = VllmEngine(
+            client,
+            counters,
+            model,
+            stop_ids(model, tokenizer),
+            tokenizer_decoder(directory),
+            context=context_of(model, context),
+            on_update=config.rollout.on_update,
+        )
+        await engine.start()
+    except BaseException:
+        await client.close()
+        raise
+    return engine, encoder(tokenizer, chat_template=config.prompts.chat_template, system=config.prompts.system)
+
+
+def check_server(theirs: Mapping[str, Any], url: str, dtype: str) -> int:
+    """Return the context of a server, whose configuration is ``theirs``. Raise ``ConfigError`` for a wrong one."""
+    model, transfer = theirs["model_config"], theirs["weight_transfer_config"] or {}
+    for option, wanted, value in (
+        ("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}', f'{{"backend": "{transfer.get("backend")}"}}'),
+        ("--logprobs-mode", "processed_logprobs", model["logprobs_mode"]),
+        ("--dtype", dtype, model["dtype"].removeprefix("torch.")),
+        ("--data-parallel-size", "1", str(theirs["parallel_config"]["data_parallel_size"])),
+    ):
+        if value != wanted:
+            allowed = f"the server has {option} {value}; start it with {option} '{wanted}'"
+            raise ConfigError("rollout.vllm_server.url", url, allowed)
+    return int(model["max_model_len"])
 
 
 def skeleton(directory: Path, dtype: str) -> Any:
@@ -124,6 +181,7 @@ def start_engine(config: Config, directory: Path, context: int, *, cpu: bool) ->
 
     from staleflow.clients.rollout.engines.vllm.counters import Counters
 
+    check_names(config.rollout.vllm.options, inspect.signature(AsyncEngineArgs).parameters)
     counters, checked = Counters(), False
     try:
         args = AsyncEngineArgs(**arguments(config, directory, context, cpu=cpu))
@@ -133,11 +191,11 @@ def start_engine(config: Config, directory: Path, context: int, *, cpu: bool) ->
             engine_config, stat_loggers=[counters.of], disable_log_stats=args.disable_log_stats
         )
     except Exception as error:  # vLLM raises arbitrary exceptions; the engine core logs the reason
-        raise failure(error, checked=checked) from error
+        raise failure(error, checked=checked, options=config.rollout.vllm.options) from error
     return llm, counters
 
 
-def failure(error: Exception, *, checked: bool) -> ConfigError | EngineError:
+def failure(error: Exception, *, checked: bool, options: Mapping[str, Any] | None = None) -> ConfigError | EngineError:
     """Convert an exception from vLLM: ``ConfigError`` if vLLM's checks rejected the arguments.
 
     Errors after the arguments are ``checked`` may be transient, whatever their type: a port in use, or memory that
@@ -145,12 +203,14 @@ def failure(error: Exception, *, checked: bool) -> ConfigError | EngineError:
     """
     text = f"vLLM does not start with this model on this machine: {advice(error)}"
     if not checked and isinstance(error, (ValueError, TypeError, NotImplementedError)):
+        if options:
+            return ConfigError(OPTIONS, options, text)
         return ConfigError("rollout.engine", "vllm", text)
     return EngineError(text)
 
 
 def arguments(config: Config, directory: Path, context: int, *, cpu: bool) -> dict[str, Any]:
-    """Return vLLM's engine arguments for a run."""
+    """Return vLLM's engine arguments for a run. Its options may replace only defaults that suit most machines."""
     rollout, vllm = config.rollout, config.rollout.vllm
     chosen: dict[str, Any] = {
         "model": str(directory),
@@ -176,4 +236,4 @@ def arguments(config: Config, directory: Path, context: int, *, cpu: bool) -> di
         }
     else:
         chosen["gpu_memory_utilization"] = vllm.gpu_memory_utilization
-    return chosen
+    return chosen | vllm.options

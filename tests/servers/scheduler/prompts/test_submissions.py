@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from staleflow.configs.schema import Prompts
+from staleflow.net.memory_transport import MemoryEndpoint
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import GroupId, Version
 from staleflow.protocols.wire.messages import (
@@ -26,10 +27,12 @@ from staleflow.protocols.wire.messages import (
     SubmitPromptsReply,
     SubmittedRows,
 )
+from staleflow.servers.scheduler.ledger.interpreter import TABLES
+from staleflow.servers.scheduler.main import open_service
 from staleflow.servers.scheduler.prompts import submissions
 from staleflow.servers.scheduler.prompts.outcome_log import MAX_OUTCOMES
 from staleflow.store.base import StoreFull
-from staleflow.store.memory import MemoryWrite
+from staleflow.store.memory import MemoryStore, MemoryWrite
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
 
@@ -190,6 +193,18 @@ def test_while_too_many_rows_are_pending_further_ones_wait(tmp_path: Path) -> No
     Seat(table, "rollout-0", capacity=1)
     assert submit(table, "b", 3, 4) == 2
     table.close()
+
+
+def test_rows_are_limited_before_any_server_has_attached(tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(config(), prompts=Prompts(submitted=True, max_pending=3))
+    service, interpreter = open_service(settings, tmp_path, MemoryStore(TABLES))
+    endpoint = MemoryEndpoint(service.on_call, lambda answer: answer())
+    replies: list[Reply] = []
+    for id, numbers in (("a", (1, 2)), ("b", (3, 4))):
+        endpoint.call(CLIENT, SubmitPrompts(id=id, rows=rows(*numbers)), replies.append)
+        service.flush()
+    assert [type(reply) for reply in replies] == [SubmitPromptsReply, Refusal]
+    interpreter.trace.close()
 
 
 def test_rows_never_fill_the_store_of_the_ledger(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_programs_that_read_the_json_find_every_field_under_its_name(tmp_path: P
         "run run_dir parameters incarnation uptime_s run_s lineage version next_step steps trainer_term max_staleness "
         "bound on_overdue batch_size group_size max_inflight security ledger window pinned why trainer_waits staleness "
         "recent instances workers workers_left_out stages shards totals lengths violations metrics first_metrics "
-        "finished drained error closed full map_used"
+        "finished trained drained error closed full map_used"
     )
     nested = {key: " ".join(row if hasattr(row, "keys") else row[0]) for key, row in values.items() if key in NESTED}
     assert nested == NESTED
@@ -72,7 +72,7 @@ NESTED = {
     "pinned": "step groups",
     "staleness": "in_flight in_queue consumed",
     "instances": "worker name version running waiting kv_used slots tokens_per_s limit held failed loading "
-    "last_command last_seen_s",
+    "evaluation last_command last_seen_s",
     "workers": "worker name role alive pid last_seen_s",
     "stages": "stage after workers waiting taken calls calls_under_way limit failing",
     "shards": "shard used_share full",

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -31,8 +32,9 @@ from staleflow.clients.rollout.engines.base import (
     TokenSegment,
     Trajectory,
 )
-from staleflow.clients.rollout.engines.vllm.model import open_vllm
+from staleflow.clients.rollout.engines.vllm.model import open_vllm, start_engine
 from staleflow.clients.texts import ids_as_text
+from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config, Model, Prompts, Reward, Rollout, Vllm
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish
@@ -57,6 +59,7 @@ pytestmark = [
 ]
 
 SLOTS = 4
+OPTIONS = {"max_num_batched_tokens": 4099, "kv_cache_metrics": True}
 LONG = list(range(4, 44)) + list(range(10, 50))
 """A prompt of more than two KV blocks, so that the prefix cache has a block to keep."""
 
@@ -68,7 +71,7 @@ def configured(directory: Path, **model: Any) -> Config:
         model=Model(path=str(directory), **model),
         prompts=Prompts(path="prompts.jsonl"),
         reward=Reward(run="nothing:here"),
-        rollout=Rollout(engine="vllm", group_size=2, max_inflight=SLOTS, vllm=Vllm(kv_cache_mb=1)),
+        rollout=Rollout(engine="vllm", group_size=2, max_inflight=SLOTS, vllm=Vllm(kv_cache_mb=1, options=OPTIONS)),
     )
 
 
@@ -125,6 +128,19 @@ def ask(id: int, prompt: list[int], tokens: int = 20, seed: int | None = None, *
     return Request(
         id=id, prompt_ids=np.array(prompt, np.int32), sampling=sampling, seed=id if seed is None else seed, **more
     )
+
+
+async def test_options_reach_the_engine_and_wrong_ones_are_refused_by_name(opened: Any, tmp_path: Path) -> None:
+    assert opened._llm.vllm_config.scheduler_config.max_num_batched_tokens == 4099
+    directory = save(build(), tmp_path)
+    for options, line in (
+        ({"max_num_batched_token": 1}, r"options\.max_num_batched_token is 1; .* did you mean max_num_batched_tokens"),
+        ({"kv_cache_dtype": "fp7"}, r"rollout\.vllm\.options is \{'kv_cache_dtype': 'fp7'\}; vLLM does not start"),
+    ):
+        config = configured(directory)
+        rollout = msgspec.structs.replace(config.rollout, vllm=Vllm(options=options))
+        with pytest.raises(ConfigError, match=line):
+            start_engine(msgspec.structs.replace(config, rollout=rollout), directory, 64, cpu=True)
 
 
 def versions(trajectory: Trajectory) -> list[tuple[int, int]]:

@@ -21,6 +21,7 @@ from staleflow.clients.rollout.engines.vllm.model import (
     arguments,
     check_devices,
     check_heads,
+    check_server,
     context_of,
     open_vllm,
     skeleton,
@@ -30,6 +31,7 @@ from staleflow.clients.rollout.engines.vllm.package import PARENT, advice, prepa
 from staleflow.clients.tokens import check_vocabulary, open_tokenizer, stop_ids
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config, Model, Prompts, Reward, Rollout, Vllm
+from staleflow.configs.vllm_options import FIXED, OWN
 from tests.clients.rollout.fidelity import STOP, VOCABULARY, build, published, save
 
 
@@ -122,6 +124,39 @@ def test_arguments_say_what_the_contract_needs_and_differ_by_device() -> None:
     }
     assert (cpu["enforce_eager"], cpu["kv_cache_memory_bytes"]) == (True, 3 << 20)
     assert (cpu["distributed_executor_backend"], "gpu_memory_utilization" in cpu) == ("uni", False)
+
+
+def test_options_are_passed_on_and_replace_only_defaults() -> None:
+    given = {"quantization": "fp8", "block_size": 64}
+    for cpu in (True, False):
+        plain = arguments(config(), Path("model"), 64, cpu=cpu)
+        assert arguments(config(options=given), Path("model"), 64, cpu=cpu) == plain | given
+        assert set(plain) - {*OWN, *FIXED} <= {"block_size", "distributed_executor_backend", "stream_interval"}
+
+
+SERVER: dict[str, Any] = {
+    "model_config": {"logprobs_mode": "processed_logprobs", "dtype": "torch.bfloat16", "max_model_len": 77},
+    "weight_transfer_config": {"backend": "staleflow"},
+    "parallel_config": {"data_parallel_size": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ({"weight_transfer_config": None}, r"has --weight-transfer-config .*None.*; start it with .*\"staleflow\""),
+        ({"parallel_config": {"data_parallel_size": 2}}, r"--data-parallel-size 2; start it with .* '1'"),
+        (
+            {"model_config": SERVER["model_config"] | {"logprobs_mode": "raw_logprobs"}},
+            r"--logprobs-mode raw_logprobs;",
+        ),
+        ({"model_config": SERVER["model_config"] | {"dtype": "torch.float16"}}, r"--dtype float16; .* 'bfloat16'"),
+    ],
+)
+def test_a_server_that_cannot_serve_the_run_is_refused_with_the_option_to_set(wrong: Any, line: str) -> None:
+    assert check_server(SERVER, "http://box:1", "bfloat16") == 77
+    with pytest.raises(ConfigError, match=r'rollout\.vllm_server\.url is "http://box:1"; the server .*' + line):
+        check_server(SERVER | wrong, "http://box:1", "bfloat16")
 
 
 def test_the_environment_is_prepared_but_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:

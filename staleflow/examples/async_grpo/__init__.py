@@ -1,0 +1,1 @@
+"""TRL's asynchronous GRPO as the trainer of a run: ``staleflow run configs/trl.toml``."""

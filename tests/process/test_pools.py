@@ -1,0 +1,77 @@
+"""Rollout workers with different settings serve one run, each as far as its own capacity goes."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from staleflow.configs.loading.load import addresses, read_run
+from staleflow.configs.rules.coordination import groups_held
+from tests.process.running import Run, audited
+
+pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
+
+NARROW, WIDE, GUEST = 4, 32, 8
+GROUP_SIZE = 4
+POOLS = f"rollout.pool=[{{max_inflight={NARROW}}}, {{max_inflight={WIDE}, threads=2}}]"
+END_S = 120
+
+
+def attach(run: Run, *words: str) -> "subprocess.Popen[str]":
+    """Attach an engine as another host would: it knows the scheduler's address only."""
+    place = ("--connect", addresses(read_run(run.run_dir), run.run_dir).scheduler)
+    command = [sys.executable, "-m", "staleflow.cli", "attach", "rollout", *place, *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_push(run: Run, name: str) -> None:
+    deadline = time.monotonic() + END_S
+    while not any(str(e["worker"]).startswith(f"{name}.") for e in run.events() if e["ev"] == "push"):
+        assert run.process.poll() is None, run.finish(5)
+        assert time.monotonic() < deadline, run.tally()
+        time.sleep(0.5)
+
+
+def at_once(run: Run) -> dict[str, int]:
+    """Return the largest number of leases that each worker had at once, by its name."""
+    leases, most = dict[int, str](), defaultdict[str, int](int)
+    for event in run.events():
+        if event["ev"] == "reserve":
+            name = str(event["worker"]).partition(".")[0]
+            leases[event["lease"]] = name
+            most[name] = max(most[name], sum(other == name for other in leases.values()))
+        elif event["ev"] in ("push", "release"):
+            leases.pop(event["lease"], None)
+    return most
+
+
+def test_workers_of_different_sizes_share_a_run(run_dir: Path) -> None:
+    short = ("model.options.steps=50", "trainer.eval_prompts=0", "trainer.eval_every=0", "staleness.max_staleness=3")
+    with Run(run_dir, "smoke.toml", "rollout.workers=1", POOLS, "trainer.steps=5000", *short) as run:
+        run.wait_for("reserve", 1, END_S)
+        guest = attach(run, "--name", "guest", f"rollout.max_inflight={GUEST}")
+        try:
+            wait_for_push(run, "guest")
+            run.process.send_signal(signal.SIGINT)
+            output = run.finish(END_S)
+            assert guest.wait(END_S) == 0
+        finally:
+            guest.kill()
+            guest.communicate()
+    assert run.process.returncode == 130, output
+    audited(run_dir, "consume=2")
+    capacity = {
+        name: groups_held(slots, GROUP_SIZE)
+        for name, slots in {"rollout-0": NARROW, "rollout-1": WIDE, "guest": GUEST}.items()
+    }
+    busiest = at_once(run)
+    assert all(0 < busiest[name] <= most for name, most in capacity.items()), busiest
+    assert busiest["rollout-1"] > capacity["rollout-0"]
+    for name in ("rollout-0", "rollout-1"):
+        log = (run_dir / "logs" / f"{name}.log").read_text()
+        assert re.search(rf"transformers engine, {capacity[name]} groups", log)
