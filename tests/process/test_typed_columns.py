@@ -45,7 +45,7 @@ async def line_of(process: "asyncio.subprocess.Process") -> dict[str, Any]:
 
 def samples_of(seed: int) -> list[Sample]:
     random = np.random.default_rng(seed)
-    lengths = random.integers(1, 6, 2)
+    lengths: list[int] = random.integers(1, 6, 2).tolist()
     return [
         Sample(
             token_ids=random.integers(0, 100, tokens),

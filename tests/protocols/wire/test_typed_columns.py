@@ -137,7 +137,8 @@ PUSHED: list[tuple[str, Array | None, Code, str]] = [
 def test_a_payload_with_other_columns_than_declared_is_refused(
     name: str, array: Array | None, code: Code, says: str
 ) -> None:
-    arrays = encode_columns(DECLARED, [{}] * 3, LENGTHS, fill=True)
+    nothing: list[dict[str, Any]] = [{}] * 3
+    arrays = encode_columns(DECLARED, nothing, LENGTHS, fill=True)
     PayloadLimits(columns=DECLARED).check(group(LENGTHS, arrays))
     arrays.pop(name, None)
     if array is not None:

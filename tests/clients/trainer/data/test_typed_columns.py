@@ -65,8 +65,9 @@ def test_a_forward_pass_has_the_values_of_its_tokens() -> None:
 
     batch = assemble(header(0), [member(1, [2, 4]), member(2, [1, 3], prompt=5)])
     tokens = tokens_of(batch, np.array([3, 1]), torch.device("cpu"))
-    assert tokens.columns["experts"][:, 1].tolist() == [0, 1, 2, 0, 1, 2, 3]
-    assert tokens.columns["experts"][:, 0].tolist() == [
+    experts: Any = tokens.columns["experts"].numpy()
+    assert experts[:, 1].tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert experts[:, 0].tolist() == [
         *batch.input_ids[3][batch.completions[3]],
         *batch.input_ids[1][batch.completions[1]],
     ]
