@@ -261,6 +261,7 @@ def _payload(arrays: dict[str, Array], segments: Array) -> GroupPayload:
         prompt_ids=np.array([now >> 31, now & 0x7FFF_FFFF], np.int32),
         segments=segments,
         stages={ENVIRONMENT_REWARD: REWARDS},
+        columns={},
         **arrays,
     )
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
+from staleflow.configs.columns import Column
 from staleflow.configs.evals import EvalSet
 from staleflow.configs.launch import Launch
 from staleflow.configs.metrics import Metrics
@@ -669,6 +670,8 @@ class Config(Section, frozen=True, kw_only=True):
     critic: Critic = field(default_factory=Critic)
     stage: list[Stage] = field(default_factory=list[Stage])
     """Additional stages, in any order."""
+    column: list[Column] = field(default_factory=list[Column])
+    """Typed columns that rollout workers push with their groups."""
     eval: list[EvalSet] = field(default_factory=list[EvalSet])
     """Sets of held-out prompts."""
     staleness: Staleness = field(default_factory=Staleness)

@@ -33,6 +33,7 @@ from staleflow.net.transport import Transport
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Version
 from staleflow.protocols.wire.messages import InstanceStats
+from staleflow.protocols.wire.typed_columns import TypedColumn
 
 T = TypeVar("T")
 
@@ -75,6 +76,7 @@ class AsyncRolloutClient(AttachedClient):
         self._capacity = capacity
         self._max_lease_s = max_lease_s
         self._caller: Caller
+        self._columns: tuple[TypedColumn, ...] = ()
         self._session: LeaseSession
         self._running: asyncio.Task[None]
         self.run_dir = Path()
@@ -89,6 +91,7 @@ class AsyncRolloutClient(AttachedClient):
         puller = Puller(attached.parameters, worker=me, transport=self._transport, deltas=deltas, direct=direct)
         self._stack.callback(puller.close)
         recipe = Recipe.of(config)
+        self._columns = recipe.columns
         self._caller = Caller(recipe, config, self._max_lease_s)
         self._session = LeaseSession(me, self._scheduler, shards, puller, self._caller, recipe)
         self._running = asyncio.ensure_future(self._work())
@@ -156,7 +159,7 @@ class AsyncRolloutClient(AttachedClient):
         """
         if (one := self._find(lease)) is None:
             return False
-        one.payload.set_result(group_payload(lease, prompt_ids, samples, one.loaded))
+        one.payload.set_result(group_payload(lease, prompt_ids, samples, one.loaded, self._columns))
         lease.used = True
         await asyncio.wait((one.settled, self._running), return_when=asyncio.FIRST_COMPLETED)
         if not one.settled.done():  # the run is over; its servers may still accept the push, or be gone

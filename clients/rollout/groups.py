@@ -7,17 +7,19 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.rollout.engines.base import AsyncEngine, Request, Sampling, TokenSegment, Trajectory
+from staleflow.clients.rollout.engines.base import AsyncEngine, ColumnError, Request, Sampling, TokenSegment, Trajectory
+from staleflow.configs.columns import typed_columns
 from staleflow.configs.rules.coordination import groups_held, samples_started
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version
 from staleflow.protocols.wire.messages import Assign
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
+from staleflow.protocols.wire.typed_columns import TypedColumn, encode_columns
 
 Ended = TypeVar("Ended")
 
@@ -33,6 +35,8 @@ class Recipe:
     """Number of samples started. Samples beyond ``group_size`` are redundant, and the last ones are aborted."""
     sampling: Sampling
     seed: int
+    columns: tuple[TypedColumn, ...] = ()
+    """Typed columns of the run."""
 
     @classmethod
     def of(cls, config: Config) -> "Recipe":
@@ -42,6 +46,7 @@ class Recipe:
             started=samples_started(rollout),
             sampling=Sampling.of(rollout),
             seed=config.seed,
+            columns=typed_columns(config.column),
         )
 
     def capacity(self, slots: int) -> int:
@@ -114,7 +119,7 @@ class GroupSamples:
         self._samples = [Trajectory(id=n, segments=(), finish=Finish.INTERRUPTED) for n in range(recipe.started)]
         if partial is not None and partial.fits(prompt_ids, recipe):
             self.origin = partial.origin
-            self._samples = trajectories(partial.payload)
+            self._samples = trajectories(partial.payload, recipe.columns)
 
     async def run(self) -> bool:
         """Generate until ``group_size`` samples have ended, then abort the others. Return False if it must leave.
@@ -132,11 +137,12 @@ class GroupSamples:
     def payload(self) -> GroupPayload:
         """Return the finished group."""
         done = [sample for sample in self._samples if self._is_over(sample)]
-        return payload(self._prompt_ids, done[: self._recipe.group_size])
+        return payload(self._prompt_ids, done[: self._recipe.group_size], self._recipe.columns)
 
     def partial(self) -> PartialGroup:
         """Return the group in its current state."""
-        return PartialGroup(origin=self.origin, payload=payload(self._prompt_ids, self._samples))
+        group = payload(self._prompt_ids, self._samples, self._recipe.columns, unfinished=True)
+        return PartialGroup(origin=self.origin, payload=group)
 
     def _is_over(self, sample: Trajectory) -> bool:
         """Return whether a sample is finished. An interrupt finishes it only once it has a token."""
@@ -216,14 +222,27 @@ def leave(engine: AsyncEngine, active: ActiveLease) -> None:
         engine.interrupt(request, least=0)
 
 
-def payload(prompt_ids: NDArray[np.int32], samples: Sequence[Trajectory]) -> GroupPayload:
-    """Return the columns of a group. The policy generated every token, so the loss mask is 1 throughout."""
+def payload(
+    prompt_ids: NDArray[np.int32],
+    samples: Sequence[Trajectory],
+    columns: Sequence[TypedColumn] = (),
+    *,
+    unfinished: bool = False,
+) -> GroupPayload:
+    """Return the arrays of a group. The policy generated every token, so the loss mask is 1 throughout.
+
+    ``unfinished``: columns may be missing. Raise ``ColumnError`` for the first typed column that is wrong.
+    """
     lengths = [sum(len(s.token_ids) for s in trajectory.segments) for trajectory in samples]
     segments = [
         (sample, segment.lineage, segment.version, len(segment.token_ids))
         for sample, trajectory in enumerate(samples)
         for segment in trajectory.segments
     ]
+    try:
+        typed = encode_columns(columns, [_columns_of(one) for one in samples], lengths, fill=unfinished)
+    except ValueError as error:
+        raise ColumnError(str(error)) from error
     return GroupPayload(
         prompt_ids=prompt_ids,
         lengths=np.array(lengths, np.int32),
@@ -232,12 +251,25 @@ def payload(prompt_ids: NDArray[np.int32], samples: Sequence[Trajectory]) -> Gro
         loss_mask=np.ones(sum(lengths), np.uint8),
         segments=np.array(segments, np.int64).reshape(-1, 4),
         finish=np.array([trajectory.finish for trajectory in samples], np.uint8),
+        columns=typed,
     )
 
 
-def trajectories(group: GroupPayload) -> list[Trajectory]:
+def _columns_of(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the typed columns of a sample, those of its segments joined."""
+    shares: dict[str, list[NDArray[Any]]] = {}
+    for segment in trajectory.segments:
+        for name, column in segment.columns.items():
+            shares.setdefault(name, []).append(column)
+    return {**trajectory.columns, **{name: np.concatenate(parts) for name, parts in shares.items()}}
+
+
+def trajectories(group: GroupPayload, columns: Sequence[TypedColumn] = ()) -> list[Trajectory]:
     """Return the samples of a group in order: the inverse of ``payload``."""
     segments_of: dict[int, list[TokenSegment]] = {sample: [] for sample in range(group.num_samples)}
+    present = [column for column in columns if column.key in group.columns]
+    per_token = {column.name: group.columns[column.key] for column in present if column.per == "token"}
+    per_sample = {column.name: column.split(group.columns, ()) for column in present if column.per == "sample"}
     start = 0
     for sample, lineage, version, tokens in group.segments.tolist():
         end = start + tokens
@@ -247,11 +279,17 @@ def trajectories(group: GroupPayload) -> list[Trajectory]:
                 version=Version(version),
                 token_ids=group.token_ids[start:end],
                 logprobs=group.logprobs[start:end],
+                columns={name: array[start:end] for name, array in per_token.items()},
             )
         )
         start = end
     return [
-        Trajectory(id=sample, segments=tuple(segments), finish=Finish(int(group.finish[sample])))
+        Trajectory(
+            id=sample,
+            segments=tuple(segments),
+            finish=Finish(int(group.finish[sample])),
+            columns={name: values[sample] for name, values in per_sample.items()},
+        )
         for sample, segments in segments_of.items()
     ]
 

@@ -12,6 +12,7 @@ from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step,
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.tensors import Array
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
+from staleflow.protocols.wire.typed_columns import TypedColumn, encode_columns
 
 Loaded = tuple[Lineage, Version]
 
@@ -79,6 +80,9 @@ class Sample:
     finish: Literal["stop", "length", "interrupted"] = "stop"
     loss_mask: Sequence[int] | NDArray[np.integer[Any]] | None = None
     """1 for tokens that the policy wrote, 0 for those of ``environment.run``; None: all 1."""
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Typed columns of the run (``[[column]]``) by name: an array with one value for each token of ``token_ids``, or
+    one value for the sample, an array, a number or bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +112,11 @@ class LoadedDuring:
 
 
 def group_payload(
-    lease: Lease, prompt_ids: Sequence[int] | NDArray[np.integer[Any]], samples: Sequence[Sample], loaded: LoadedDuring
+    lease: Lease,
+    prompt_ids: Sequence[int] | NDArray[np.integer[Any]],
+    samples: Sequence[Sample],
+    loaded: LoadedDuring,
+    declared: Sequence[TypedColumn] = (),
 ) -> GroupPayload:
     """Return the checked columns of a group. Raise ``LeaseError`` for the first thing that is wrong."""
     if len(samples) != lease.group_size:
@@ -127,9 +135,14 @@ def group_payload(
         for name, values, dtype in (*given, ("loss_mask", mask, np.uint8)):
             columns[name].append(_column(name, values, np.dtype(dtype), tokens, where))
         segments += [(number, *segment) for segment in _segments(sample, tokens, loaded, where)]
+    lengths = [len(sample.token_ids) for sample in samples]
+    try:
+        typed = encode_columns(declared, [sample.columns for sample in samples], lengths)
+    except ValueError as error:
+        raise LeaseError(f"{lease}, {error}") from error
     payload = GroupPayload(
         prompt_ids=_column("prompt_ids", prompt_ids, np.dtype(np.int32), len(prompt_ids), str(lease)),
-        lengths=np.array([len(sample.token_ids) for sample in samples], np.int32),
+        lengths=np.array(lengths, np.int32),
         token_ids=np.concatenate(columns["token_ids"]),
         logprobs=np.concatenate(columns["logprobs"]),
         loss_mask=np.concatenate(columns["loss_mask"]),
@@ -137,6 +150,7 @@ def group_payload(
         finish=np.array(
             [_finish(sample, f"{lease}, sample {number}") for number, sample in enumerate(samples)], np.uint8
         ),
+        columns=typed,
     )
     try:
         payload.check()

@@ -102,7 +102,7 @@ def _partials(
 ) -> dict[LeaseId, PartialGroup]:
     """Return the partial samples by lease, checked against the hash that the earlier worker sent to the scheduler."""
     partials: dict[LeaseId, PartialGroup] = {}
-    limits = PayloadLimits(sampled_tokens=recipe.sampling.max_new_tokens)
+    limits = PayloadLimits(sampled_tokens=recipe.sampling.max_new_tokens, columns=recipe.columns)
     start = 0
     for assign, partial in zip(assigns, answer.partials, strict=False):
         if partial is not None:

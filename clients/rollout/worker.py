@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from staleflow.clients.evaluation.evaluator import Evaluator
 from staleflow.clients.prompts import Encode, prompt_of
-from staleflow.clients.rollout.engines.base import AsyncEngine, RequestError
+from staleflow.clients.rollout.engines.base import AsyncEngine, ColumnError, RequestError
 from staleflow.clients.rollout.episodes.env_runner import EpisodeFailed
 from staleflow.clients.rollout.episodes.environment import Environments
 from staleflow.clients.rollout.groups import ActiveLease, GroupSamples, PartialGroup, Recipe, interrupt, leave
@@ -82,7 +82,7 @@ class Worker:
             return await self._generate(active, self._prompt_ids(row), partial)
         except (RowError, RequestError) as error:
             raise GiveUp(str(error), hopeless=True) from error
-        except EpisodeFailed as error:
+        except (ColumnError, EpisodeFailed) as error:
             raise GiveUp(f"at {self._me}, {error}") from error
 
     def interrupt(self, active: ActiveLease) -> None:

@@ -5,6 +5,7 @@ import re
 from urllib.parse import urlsplit
 
 from staleflow.configs import vllm_options
+from staleflow.configs.columns import check_columns
 from staleflow.configs.engines import ENGINES
 from staleflow.configs.errors import MISSING, ConfigError, shown
 from staleflow.configs.imports import split
@@ -43,7 +44,7 @@ def check_engine(config: Config) -> None:
 
     These are the rules about ``own_settings.OWN``. The run's other processes have other values of such settings.
     """
-    for rule in (_model, _specs, _engine, _direct, _lengths):
+    for rule in (_model, _specs, _engine, _columns, _direct, _lengths):
         rule(config)
 
 
@@ -197,6 +198,10 @@ def _idle(config: Config) -> None:
 
 def _stages(config: Config) -> None:
     graph(config)
+
+
+def _columns(config: Config) -> None:
+    check_columns(config.column, engine=config.rollout.engine, environment=bool(config.environment.run))
 
 
 def _evaluated(config: Config) -> None:

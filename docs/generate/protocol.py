@@ -84,6 +84,16 @@ A push has these arrays, for n samples with T tokens in all (completions one aft
 | `loss_mask` | uint8 [T] | 1; 0 for tokens that an environment wrote |
 | `segments` | int64 [S, 4] | rows (sample, lineage, version, tokens): consecutive tokens that one version wrote |
 | `finish` | uint8 [n] | 0 stop, 1 length, 2 interrupted |
+| `token/NAME` | as declared, [T, …] | `[[column]]` with `per = "token"`: values of the completion tokens, no prompt |
+| `sample/NAME` | as declared, [n, …] | `[[column]]` with `per = "sample"` |
+| `sample/NAME` | uint8 [B] | `[[column]]` with `dtype = "bytes"`: the byte strings of all samples, joined |
+| `sample/NAME:sizes` | int64 [n] | their sizes in bytes |
+
+The last four are the [columns that the run declares](python.md#columns-of-your-own). A push that lacks a required
+one, has one that is not declared, or one of another dtype or shape is refused with `malformed`, and one with a byte
+string that is too long with `oversize`; the detail names the column, the expected type and the received one. Other
+groups of the message are unaffected. Samples that move to another instance have the same arrays, with 0 or nothing
+where there is no value yet.
 """
 
 FIELDS = {

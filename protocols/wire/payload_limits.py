@@ -15,6 +15,7 @@ from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import ModelLimits
 from staleflow.protocols.wire.stages import ENVIRONMENT
 from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.protocols.wire.typed_columns import TypedColumn, check_columns
 
 MAX_NAMED = 5
 """Maximum number of columns that a refusal names."""
@@ -29,6 +30,9 @@ class PayloadLimits:
     """Maximum number of tokens of one sample that the policy writes."""
     environment: bool = False
     """The run has an environment, which may also write tokens and return numbers with a push."""
+
+    columns: tuple[TypedColumn, ...] = ()
+    """Columns that the configuration declares."""
 
     def check(self, payload: GroupPayload) -> None:
         """Raise ``ProtocolError`` with the first limit that the payload exceeds."""
@@ -55,6 +59,8 @@ class PayloadLimits:
             allowed = f"only {ENVIRONMENT}*" if self.environment else "none without environment.run"
             had = ", ".join(names[:MAX_NAMED])
             raise ProtocolError(Code.MALFORMED, f"a push has the stage columns {had}; it may have {allowed}")
+        samples, tokens = payload.num_samples, payload.num_tokens
+        check_columns(self.columns, payload.columns, samples=samples, tokens=tokens)
 
     def _check_lengths(self, payload: GroupPayload) -> None:
         if not self.environment and not payload.all_sampled():

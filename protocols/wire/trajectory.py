@@ -17,6 +17,7 @@ from staleflow.protocols.consistency.ids import GroupId, Lineage, Segment, Versi
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.stages import LOGPROB_TOLERANCE, STAGE, Column, Kind, column_of
 from staleflow.protocols.wire.tensors import Array
+from staleflow.protocols.wire.typed_columns import PREFIXES
 
 
 class Finish(IntEnum):
@@ -70,6 +71,9 @@ class GroupPayload:
     stages: dict[str, Array] = field(default_factory=dict[str, Array])
     """Stage columns by full name, float32: ``stage/reward/reward`` [n], ``stage/reference/logprobs`` [T]
     (``wire.stages``)."""
+    columns: dict[str, Array] = field(default_factory=dict[str, Array])
+    """Arrays of the columns that the configuration declares (``wire.typed_columns``). ``check`` ignores them:
+    ``PayloadLimits`` compares them with the declaration."""
 
     @property
     def num_samples(self) -> int:
@@ -82,20 +86,21 @@ class GroupPayload:
     def to_arrays(self) -> dict[str, Array]:
         """Return all arrays by name, after ``check``: a payload that every receiver would refuse raises here."""
         self.check()
-        return {name: getattr(self, name) for name in _COLUMNS} | self.stages
+        return {name: getattr(self, name) for name in _COLUMNS} | self.stages | self.columns
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Array]) -> "GroupPayload":
         """Return a checked payload. ``ProtocolError`` names the first problem."""
         own: dict[str, Array] = {}
         stages: dict[str, Array] = {}
+        typed: dict[str, Array] = {}
         for name, array in arrays.items():
-            (own if name in _COLUMNS else stages)[name] = array
+            (own if name in _COLUMNS else typed if name.startswith(PREFIXES) else stages)[name] = array
         if len(own) < len(_COLUMNS):
             raise _malformed(f"the payload lacks {', '.join([name for name in _COLUMNS if name not in own])}")
         if unknown := [name for name in stages if not name.startswith(STAGE)]:
             raise _malformed(f"the payload has unknown columns: {', '.join(unknown)}")
-        payload = cls(**own, stages=stages)
+        payload = cls(**own, stages=stages, columns=typed)
         payload.check()
         return payload
 

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from staleflow.configs.columns import typed_columns
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.load import addresses, config_sha
 from staleflow.configs.loading.prompt_rows import open_prompts
@@ -144,7 +145,9 @@ def payload_limits(config: Config) -> PayloadLimits:
     environment, sampled = config.environment, config.rollout.max_new_tokens
     if environment.run:  # each call of an episode may sample that many tokens
         sampled *= environment.max_turns
-    return PayloadLimits(sampled_tokens=sampled, environment=bool(environment.run))
+    return PayloadLimits(
+        sampled_tokens=sampled, environment=bool(environment.run), columns=typed_columns(config.column)
+    )
 
 
 def make_service(

@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,10 @@ class EngineError(Exception):
 
 class RequestError(EngineError):
     """The request cannot be served (prompt too long, token outside the vocabulary); the engine keeps running."""
+
+
+class ColumnError(EngineError):
+    """A trajectory does not have the typed columns of the run. The text names sample and column."""
 
 
 class LoadError(EngineError):
@@ -77,6 +81,8 @@ class TokenSegment:
     version: Version
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
+    """Typed columns (``[[column]]``) of these tokens, one value a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +106,8 @@ class Trajectory:
     segments: tuple[TokenSegment, ...]
     """In order of generation; versions never decrease."""
     finish: Finish
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Typed columns (``[[column]]``) with one value a sample: an array, a number or bytes."""
 
     @property
     def token_ids(self) -> NDArray[np.int32]:

@@ -4,7 +4,8 @@
 A user's advantage is called as ``f(rewards [N], group_ids [N]) -> [N]``. A user's loss is called as ``f(logprobs, old,
 behavior, advantages, row) -> loss``, all [T] with T above 0, over the trained tokens of some whole trajectories, with
 gradient through ``logprobs``. Either may take an argument ``stages``: the columns of the stages by ``stage/column``,
-per-sample columns [N] for the advantage and per-token columns [T] for the loss.
+per-sample columns [N] for the advantage and per-token columns [T] for the loss. Likewise ``columns``: the typed columns
+of ``[[column]]`` by name, [N, *shape] and [T, *shape], without byte strings.
 """
 
 import inspect
@@ -39,6 +40,8 @@ class TrainedTokens:
     row: Tensor
     stages: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Per-token columns, by ``stage/column``."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """[T, *shape]: typed columns with one value a token, by name."""
 
     @property
     def old(self) -> Tensor:
@@ -46,16 +49,21 @@ class TrainedTokens:
         return self.logprobs.detach()
 
 
-def group_advantage(name: str) -> Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]:
-    """Return the advantage function of ``(rewards [N], group_ids [N], sample columns)``; user functions are checked."""
+def group_advantage(name: str) -> Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]:
+    """Return the advantage function of ``(rewards [N], group_ids [N], columns of stages, typed columns)``.
+
+    User functions are checked.
+    """
     if name in GROUP_ADVANTAGES:
-        return lambda rewards, group_ids, _: GROUP_ADVANTAGES[name](rewards, group_ids)
+        return lambda rewards, group_ids, *_: GROUP_ADVANTAGES[name](rewards, group_ids)
     key = "trainer.algorithm.advantage"
     function = load_object(name, key)
-    wants = _wants_stages(function)
+    wants = _parameters(function)
 
-    def checked(rewards: Tensor, group_ids: Tensor, stages: Mapping[str, Tensor]) -> Tensor:
-        more = {"stages": stages} if wants else {}
+    def checked(
+        rewards: Tensor, group_ids: Tensor, stages: Mapping[str, Tensor], columns: Mapping[str, Tensor]
+    ) -> Tensor:
+        more = {name: value for name, value in (("stages", stages), ("columns", columns)) if name in wants}
         result = function(rewards, group_ids, **more)
         return _checked(key, name, result, rewards.shape, bool(rewards.isfinite().all())).to(torch.float32)
 
@@ -135,10 +143,10 @@ def correct(algorithm: Algorithm, old: Tensor, behavior: Tensor, row: Tensor) ->
 def _users_loss(spec: str) -> Callable[[TrainedTokens, float], TokenLoss]:
     key = "trainer.algorithm.loss"
     function = load_object(spec, key)
-    wants = _wants_stages(function)
+    wants = _parameters(function)
 
     def checked(at: TrainedTokens, _: float) -> TokenLoss:
-        more = {"stages": at.stages} if wants else {}
+        more = {name: value for name, value in (("stages", at.stages), ("columns", at.columns)) if name in wants}
         result = function(at.logprobs, at.old, at.behavior, at.advantages, at.row, **more)
         given = torch.stack([at.old.to(torch.float64).sum(), at.behavior.to(torch.float64).sum()])
         loss = _checked(key, spec, result, at.logprobs.shape, bool(given.isfinite().all()))
@@ -149,11 +157,11 @@ def _users_loss(spec: str) -> Callable[[TrainedTokens, float], TokenLoss]:
     return checked
 
 
-def _wants_stages(function: Callable[..., Any]) -> bool:
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     try:
-        return "stages" in inspect.signature(function).parameters
+        return frozenset(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # a builtin without a Python signature
-        return False
+        return frozenset()
 
 
 def _checked(key: str, spec: str, result: Any, shape: torch.Size, finite: bool) -> Tensor:

@@ -11,7 +11,7 @@ other ranks and must be called equally often on every rank; ``survey`` and ``los
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
@@ -55,6 +55,8 @@ class Tokens:
     """int64 [T]: the version that generated the token."""
     stages: Mapping[str, Tensor]
     """float32 [T] each: per-token stage columns by name, ``reference/logprobs``, ``critic/values``."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """[T, *shape] each: typed columns with one value a token, by name."""
 
 
 def tokens_of(batch: TrainBatch, which: NDArray[np.int64], device: torch.device) -> Tokens:
@@ -70,6 +72,7 @@ def tokens_of(batch: TrainBatch, which: NDArray[np.int64], device: torch.device)
         behavior=flat(batch.behavior_logprobs),
         version=flat(batch.token_versions),
         stages={name: flat(column) for name, column in batch.token_stages.items()},
+        columns={name: flat(column) for name, column in batch.token_columns.items()},
     )
 
 
@@ -166,6 +169,7 @@ class Objective:
             advantages=self._advantages_of_trained(tokens),
             row=tokens.row[mask],
             stages={name: column[mask] for name, column in tokens.stages.items()},
+            columns={name: column[mask] for name, column in tokens.columns.items()},
         )
         if at.logprobs.numel() == 0:  # losses need not handle this case; other ranks wait in the backward pass
             return at.logprobs.sum()
@@ -203,7 +207,9 @@ class Objective:
         rewards, algorithm = torch.from_numpy(batch.rewards), self._algorithm
         if self._group_advantage is not None:
             stages = {name: torch.from_numpy(column) for name, column in batch.sample_stages.items()}
-            each = self._group_advantage(rewards, torch.from_numpy(batch.group_ids), stages)
+            numbers = {name: column for name, column in batch.sample_columns.items() if column.dtype != object}
+            columns = {name: torch.from_numpy(column) for name, column in numbers.items()}
+            each = self._group_advantage(rewards, torch.from_numpy(batch.group_ids), stages, columns)
             return each.repeat_interleave(lengths)
         mask, costs = _flat(batch, batch.loss_mask), None
         if algorithm.kl_in_reward:

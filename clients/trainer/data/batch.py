@@ -15,6 +15,7 @@ from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step,
 from staleflow.protocols.wire.messages import Batch
 from staleflow.protocols.wire.stages import REWARD_COLUMN, is_per_token, short_name
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
+from staleflow.protocols.wire.typed_columns import SAMPLE, SIZES, TOKEN, byte_strings
 
 NO_VERSION = -1
 """Value in ``token_versions`` for tokens that no policy sampled (prompt, padding, environment output)."""
@@ -57,6 +58,11 @@ class TrainBatch:
     """[N, L] each, by ``stage/column``: per-token columns of stages, 0 where undefined."""
     sample_stages: dict[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
     """[N] each, by ``stage/column``: per-sample columns of stages and of the environment, NaN where undefined."""
+    token_columns: dict[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
+    """[N, L, *shape] each, by name: typed columns of ``[[column]]`` with one value a token, 0 where undefined."""
+    sample_columns: dict[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
+    """[N, *shape] each, by name: typed columns with one value a sample, 0 where undefined. Byte strings are an object
+    array of ``bytes``, b"" where undefined."""
 
     @property
     def trained_tokens(self) -> int:
@@ -121,6 +127,8 @@ def assemble(batch: Batch, groups: Iterable[FetchedGroup]) -> TrainBatch:
         rows=tuple(columns.rows),
         token_stages=columns.token_stages,
         sample_stages=columns.sample_stages,
+        token_columns=columns.token_columns,
+        sample_columns=columns.sample_columns,
     )
 
 
@@ -152,6 +160,8 @@ class _Columns:
         self.rows: list[dict[str, Any]] = []
         self.token_stages: dict[str, NDArray[np.float32]] = {}
         self.sample_stages: dict[str, NDArray[np.float32]] = {}
+        self.token_columns: dict[str, NDArray[Any]] = {}
+        self.sample_columns: dict[str, NDArray[Any]] = {}
         for item in fetched:
             self._add(item)
 
@@ -174,6 +184,15 @@ class _Columns:
                 self._token_stage(name)[rows][completions] = values
             else:
                 self._sample_stage(name)[rows] = values
+        for name, array in payload.columns.items():
+            if name.endswith(SIZES):
+                continue
+            if name.startswith(TOKEN):
+                self._token_column(name.removeprefix(TOKEN), array)[rows][completions] = array
+            elif (sizes := payload.columns.get(name + SIZES)) is not None:
+                self._sample_column(name.removeprefix(SAMPLE), None)[rows] = byte_strings(array, sizes)
+            else:
+                self._sample_column(name.removeprefix(SAMPLE), array)[rows] = array
         self.rows.extend([item.row] * payload.num_samples)
 
     def mask(self, below: Version) -> int:
@@ -183,6 +202,19 @@ class _Columns:
         stale = self.loss_mask & (self.token_versions < below)
         self.loss_mask ^= stale
         return int(np.count_nonzero(stale))
+
+    def _token_column(self, name: str, like: NDArray[Any]) -> NDArray[Any]:
+        if name not in self.token_columns:
+            self.token_columns[name] = np.zeros(self.input_ids.shape + like.shape[1:], like.dtype)
+        return self.token_columns[name]
+
+    def _sample_column(self, name: str, like: NDArray[Any] | None) -> NDArray[Any]:
+        """Return the column. ``like``: an array of such values; None: byte strings."""
+        if name not in self.sample_columns:
+            count = len(self.rewards)
+            empty = np.full(count, b"", object) if like is None else np.zeros((count, *like.shape[1:]), like.dtype)
+            self.sample_columns[name] = empty
+        return self.sample_columns[name]
 
     def _token_stage(self, name: str) -> NDArray[np.float32]:
         short = short_name(name)
@@ -202,6 +234,6 @@ def rows_of(batch: TrainBatch, which: NDArray[np.int64]) -> TrainBatch:
     chosen: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(batch)}
     chosen |= {name: value[which] for name, value in chosen.items() if isinstance(value, np.ndarray)}
     chosen["rows"] = tuple(batch.rows[int(row)] for row in which)
-    for stages in ("token_stages", "sample_stages"):
-        chosen[stages] = {name: column[which] for name, column in chosen[stages].items()}
+    for columns in ("token_stages", "sample_stages", "token_columns", "sample_columns"):
+        chosen[columns] = {name: column[which] for name, column in chosen[columns].items()}
     return TrainBatch(**chosen)

@@ -27,8 +27,9 @@ from staleflow.protocols.wire.trajectory import GroupPayload
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_GROUPS = 512
-"""Maximum members per request; with eight frames each, they stay far below the transport's limit."""
+MAX_REQUEST_GROUPS = 256
+"""Maximum members per request. With seven arrays each and two of each typed column, they stay below the transport's
+limit of frames."""
 MAX_REQUEST_BYTES = 40 << 20
 """Maximum payload bytes per request."""
 LANES_PER_SHARD = 2

@@ -159,6 +159,7 @@ def concatenated(parts: Sequence[TrainBatch], batch: Batch) -> TrainBatch:
 
     tokens = dict.fromkeys(name for part in parts for name in part.token_stages)
     samples = dict.fromkeys(name for part in parts for name in part.sample_stages)
+    rows = [len(part.rewards) for part in parts]
     return replace(
         parts[0],
         batch=batch.batch,
@@ -178,6 +179,8 @@ def concatenated(parts: Sequence[TrainBatch], batch: Batch) -> TrainBatch:
         rows=tuple(row for part in parts for row in part.rows),
         token_stages={name: np.concatenate([_of_tokens(part, name, longest) for part in parts]) for name in tokens},
         sample_stages={name: np.concatenate([_of_samples(part, name) for part in parts]) for name in samples},
+        token_columns=_joined([part.token_columns for part in parts], rows, longest),
+        sample_columns=_joined([part.sample_columns for part in parts], rows),
     )
 
 
@@ -186,6 +189,26 @@ def _padded(array: NDArray[Any], longest: int, fill: int) -> NDArray[Any]:
     if array.ndim == 1 or array.shape[1] == longest:
         return array
     return np.pad(array, ((0, 0), (0, longest - array.shape[1])), constant_values=fill)
+
+
+def _joined(
+    parts: Sequence[dict[str, NDArray[Any]]], rows: Sequence[int], longest: int | None = None
+) -> dict[str, NDArray[Any]]:
+    """Concatenate the typed columns of parts with ``rows`` rows. Rows of a part without a column are 0 or empty.
+
+    ``longest``: the columns have one value a token and are padded to this length.
+    """
+    joined: dict[str, NDArray[Any]] = {}
+    for name, like in {name: array for part in parts for name, array in part.items()}.items():
+        shape = like.shape[1:] if longest is None else (longest, *like.shape[2:])
+        joined[name] = np.full((sum(rows), *shape), b"" if like.dtype == object else 0, like.dtype)
+        start = 0
+        for part, count in zip(parts, rows, strict=True):
+            if (array := part.get(name)) is not None:
+                share = joined[name][start : start + count]
+                (share if longest is None else share[:, : array.shape[1]])[:] = array
+            start += count
+    return joined
 
 
 def _of_tokens(part: TrainBatch, name: str, longest: int) -> NDArray[np.float32]:

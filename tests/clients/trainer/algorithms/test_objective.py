@@ -315,6 +315,16 @@ def reinforce(logprobs, old, behavior, advantages, row):
 def staged(rewards, group_ids, *, stages):
     return stages["judge/score"]
 
+def graded(rewards, group_ids, *, columns):
+    assert set(columns) == {"rank"}
+    return columns["rank"].to(torch.float32)
+
+
+def distilled(logprobs, old, behavior, advantages, row, *, columns):
+    assert set(columns) == {"teacher"}
+    return advantages * (logprobs - columns["teacher"][:, 0]).exp()
+
+
 def weighted(logprobs, old, behavior, advantages, row, *, stages):
     return -advantages * stages["critic/values"] * logprobs
 
@@ -370,6 +380,21 @@ def test_a_users_advantage_and_loss_that_ask_for_stages_get_their_columns(users:
         tokens += len(one.trained)
         expected -= sum(row * token.value * token.logprob for token in one.trained)
     assert float(loss.detach()) == pytest.approx(expected / tokens, rel=1e-4)
+
+
+def test_a_users_advantage_and_loss_that_ask_for_columns_get_the_typed_ones(users: str) -> None:
+    batch = drawn(2)
+    data = columns(batch)
+    data.sample_columns.update(rank=np.arange(len(batch)), image=np.full(len(batch), b"x", object))
+    data.token_columns["teacher"] = np.repeat(data.behavior_logprobs[..., None], 2, axis=2)
+    objective = Objective(settings(algorithm(advantage=f"{users}:graded", loss=f"{users}:distilled")), CPU)
+    objective.begin()
+    objective.take(data)
+    logprobs = torch.tensor([token.logprob for one in batch for token in one.tokens], requires_grad=True)
+    loss = objective.loss(logprobs, tokens_of(data, np.arange(len(batch)), CPU)) * objective.scale()
+    trained = [(row, token) for row, one in enumerate(batch) for token in one.trained]
+    expected = sum(row * np.exp(token.logprob - token.behavior) for row, token in trained) / len(trained)
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(
