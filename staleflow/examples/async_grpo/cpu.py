@@ -1,4 +1,4 @@
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportPrivateImportUsage=false, reportArgumentType=false
 """Stand-ins for the two parts of TRL's asynchronous GRPO that need a GPU, so that it can be tried on a CPU.
 
 TRL folds the samples of a micro-batch into one row, in which common prefixes are stored once, and computes its

@@ -1,4 +1,4 @@
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportPrivateImportUsage=false, reportArgumentType=false
 """Train a run with TRL: the function of ``trainer.run`` in configs/trl.toml."""
 
 from pathlib import Path

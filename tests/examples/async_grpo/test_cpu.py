@@ -1,6 +1,8 @@
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportPrivateImportUsage=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-call"
 """The attention for CPUs equals plain causal attention of each sample, on rows that TRL packs."""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ def test_packed_attention_is_causal_attention_of_every_sample(window: int | None
     assert num < sum(map(len, SAMPLES)), "samples share their prefixes"
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, num, DEPTH) for heads in (HEADS, SHARED, SHARED))
-    tree = {name: packed[name] for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")}
+    tree: dict[str, Any] = {name: packed[name] for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")}
     output, _ = packed_attention(None, query, key, value, None, **tree, sliding_window=window)
     for path in paths(packed):
         distance = path_distance(len(path))

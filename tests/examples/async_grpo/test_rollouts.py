@@ -1,4 +1,4 @@
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportPrivateImportUsage=false, reportArgumentType=false
 """``Rollouts`` gives TRL the batches of a real run, and publishes only steps that consumed exactly their batch."""
 
 from collections.abc import Iterator
