@@ -178,8 +178,8 @@ def test_its_timeline_is_a_page_and_a_picture(cli: Cli, ended: Path, short_dir: 
 
 
 def loaded(page: str) -> list[str]:
-    """Addresses that the page would fetch: every reference by address."""
-    return re.findall(r"""(?:src|href|url|import)\s*[=(]\s*["']?(?!#|data:)[^\s"'>)]+""", page)
+    """Addresses that the page would fetch: every reference by address. Escaped quotes are text of the configuration."""
+    return re.findall(r"""(?:src|href|url|import)\s*[=(]\s*["']?(?!#|data:|&#34;)[^\s"'>)]+""", page)
 
 
 def test_it_is_not_run_over(cli: Cli, ended: Path) -> None:

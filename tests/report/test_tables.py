@@ -46,8 +46,9 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
     assert set(dir(staleflow)) == {
         *("BadVersion", "ConfigError", "Fenced", "LeaseError", "LoadError", "NoBatch", "Refused", "StageError"),
         *("Result", "Run", "Trace", "Unavailable", "connect", "external", "load", "run", "__version__"),
-        *("RolloutClient", "StageClient", "TrainerClient"),
-        *("AsyncRolloutClient", "AsyncStageClient", "AsyncTrainerClient"),
+        *("PromptClient", "RolloutClient", "StageClient", "TrainerClient"),
+        *("AsyncPromptClient", "AsyncRolloutClient", "AsyncStageClient", "AsyncTrainerClient"),
+        *("Outcome", "PromptError", "RowResult"),
         *("InstanceStats", "Lease", "ModelLimits", "PulledVersion", "Sample", "Sampling", "StageGroup"),
     }
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -19,13 +19,12 @@ from staleflow.clients.trainer.data.prefetch import BatchStream
 from staleflow.clients.trainer.ranks.follower import FollowerBatches
 from staleflow.clients.trainer.ranks.leader import Leader, follow
 from staleflow.clients.trainer.steps import Steps, StreamedSteps, WholeSteps
-from staleflow.configs.schema import Config
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import Batch, CheckBatch, Done, GetBatch, GetClaims, JoinReply, MemberRef
-from tests.clients.trainer.making import payload
+from tests.clients.trainer.making import config, payload
 from tests.clients.trainer.ranks.test_leader import LIMIT_S, Ranks, Recorded, Room
 
 Stepping = Callable[[Leader], Steps]
@@ -214,7 +213,7 @@ def test_the_process_of_a_trainer_with_a_void_step_says_why_in_one_line(
 
     monkeypatch.setattr(main, "_main", train)
     monkeypatch.setattr("staleflow.clients.trainer.main.daemon.run", run)
-    assert main.attach(cast(Config, None), tmp_path, "trainer", "") == 1
+    assert main.attach(config(), tmp_path, "trainer", "") == 1
     assert [(r.levelno, r.getMessage(), r.exc_info) for r in caplog.records] == [
         (logging.ERROR, "step 3: batch 4 was taken back", None)
     ]

@@ -25,10 +25,11 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "reward.functions": {"run": "m:f"},
     "eval": {"name": "a", "source": "m:f"},
     "stage": {"name": "a", "run": "m:f", "makes": ["x"]},
+    "column": {"name": "a", "per": "token", "dtype": "int32"},
     "simulation.fleet": {"count": 1},
     "simulation.events": {"at_s": 1, "engine": 0, "what": "join"},
 }
-LISTS = ("stage", "eval", "reward.functions", "prompts.sources", "simulation.fleet", "simulation.events")
+LISTS = ("stage", "column", "eval", "reward.functions", "prompts.sources", "simulation.fleet", "simulation.events")
 
 
 def leaves(kind: kinds.Type, path: str = "") -> Iterator[tuple[str, kinds.Type, bool]]:

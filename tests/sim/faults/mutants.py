@@ -394,8 +394,8 @@ def _draws_of_the_new_lease(real: Any) -> Any:
 
 
 def _newest_version_throughout(real: Any) -> Any:
-    def payload(prompt_ids: Any, samples: Any) -> Any:
-        group = real(prompt_ids, samples)
+    def payload(*given: Any, **named: Any) -> Any:
+        group = real(*given, **named)
         group.segments[:, 1:3] = group.segments[:, 1:3].max(axis=0)
         return group
 

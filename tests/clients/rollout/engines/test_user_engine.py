@@ -48,7 +48,7 @@ async def test_a_stepped_engine_runs_in_a_thread_and_gets_prompts_as_bytes_witho
 @pytest.mark.parametrize(
     ("engine", "options", "text"),
     [
-        ("mine", (), r'rollout.engine is "mine"; it must be one of .*"vllm", or module:Class or file.py:Class'),
+        ("mine", (), r'rollout.engine is "mine"; it must be one of .*"vllm_server", or module:Class or file.py:Class'),
         (f"{HERE}:Missing", (), "has no Missing"),
         (f"{HERE}:Silent", (), r"it has no interrupt, abort, load, .*; the methods of an engine without step are gen"),
         (f"{HERE}:Echo", ("rollout.engine_options={speed=2}",), "unexpected keyword argument 'speed'"),
