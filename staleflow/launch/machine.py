@@ -20,6 +20,7 @@ from typing import get_args
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.launch import Relays
+from staleflow.configs.loading.load import read_run
 from staleflow.configs.schema import Config
 from staleflow.launch.network import host_of, interface_of, own_address, tcp
 from staleflow.launch.placement import PARTS, Place, rollout_roles, trainer_roles
@@ -150,11 +151,13 @@ def roles_of(config: Config, folder: Path, connect: str, place: Place, meet: str
 
 
 def join_with_retry(connect: str, role: str) -> tuple[Config, Path]:
-    """Join the run once its scheduler answers. Raise ``Unavailable`` after ``JOIN_TIMEOUT_S``."""
+    """Join the run once its scheduler answers; return its configuration, pools of rollout workers included, and its
+    directory here. Raise ``Unavailable`` after ``JOIN_TIMEOUT_S``."""
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while True:
         try:
-            return join_run(connect, role, timeout_s=5.0)
+            _, folder = join_run(connect, role, timeout_s=5.0)
+            return read_run(folder), folder  # joining as a rollout worker returns the configuration of one worker
         except Unavailable:
             if time.monotonic() > deadline:
                 raise
