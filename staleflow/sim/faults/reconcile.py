@@ -27,7 +27,7 @@ PAUSE_SLACK_S = 0.3
 """The scheduler notices a pause at its next tick, and a report may have arrived just before. The first ``MAX_GAP_S`` of
 each pause count as running time."""
 WASTED_AT_ONCE, WASTED_PER_S = 40, 4.0
-"""Groups that a broken worker may be assigned at first, and then per second."""
+"""Groups that a broken worker may be assigned at first and after each success, and then per second."""
 
 
 class Rule(StrEnum):
@@ -371,17 +371,23 @@ def _paused(findings: Findings, journal: Journal, history: History, trace: Trace
 
 
 def _broken(findings: Findings, journal: Journal, history: History, trace: TraceIndex, plan: Plan) -> None:
-    given_up: dict[str, list[float]] = defaultdict(list)
+    ended: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for lease, (over_s, why) in trace.over.items():
-        if why == "aborted" and (reserve := trace.reserved.get(lease)) is not None:
-            given_up[reserve["worker"].rpartition(".")[0]].append(over_s)
+        if why in ("aborted", "push") and (reserve := trace.reserved.get(lease)) is not None:
+            ended[reserve["worker"].rpartition(".")[0]].append((over_s, why))
     for interval in history.broken:
         until_s = min(interval.until_s, trace.end_s)
         if plan.loses_workers or _others_failed(history, plan, interval):
             continue  # if no instance does better, the prompts may be at fault, and all instances are tried
-        count = sum(interval.since_s < at_s < until_s for at_s in given_up[interval.what])
-        most = WASTED_AT_ONCE + WASTED_PER_S * (until_s - interval.since_s)
-        findings.check(Rule.WASTED, count <= most, "{} failed at {} groups in {}", interval.what, count, interval)
+        count, most_in_a_row = 0, 0
+        for at_s, why in sorted(ended[interval.what]):
+            if interval.since_s < at_s < until_s:
+                # Groups from before the worker broke still succeed. Each success ends the hold, and the count restarts.
+                count = count + 1 if why == "aborted" else 0
+                most_in_a_row = max(most_in_a_row, count)
+        allowed = WASTED_AT_ONCE + WASTED_PER_S * (until_s - interval.since_s)
+        what = "{} failed at {} groups in a row in {}"
+        findings.check(Rule.WASTED, most_in_a_row <= allowed, what, interval.what, most_in_a_row, interval)
     for released in trace.given_up:
         failures = journal.failed_stages.get(released["sha"], [])
         if failures and plan.stages > 1 and not plan.loses_workers:
