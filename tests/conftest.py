@@ -1,6 +1,7 @@
 """Async tests run on the event loop that the product uses."""
 
 import asyncio
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -8,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import uvloop
+
+# The interfaces of trl.experimental may change, says a warning at their import; the extra pins the version.
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
