@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from staleflow.clients.prompts import Encode
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
@@ -20,6 +21,8 @@ def open_model(directory: Path, dtype: str, threads: int = 1) -> Any:
     """Load the model of a directory for inference, on the first GPU if one is available."""
     check_model_dir(directory, "model directory")
     torch.set_num_threads(threads)
+    quiet: Any = disable_progress_bar
+    quiet()  # standard error is a log file here, or the terminal of staleflow eval
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
