@@ -31,6 +31,8 @@ async def test_the_blocking_client_submits_and_reads_outcomes(make_run: Callable
     run = await started(make_run)
     trainer = await run.trainer()
     await trainer.publish(0, WEIGHTS)
+    none_yet = asyncio.Event()
+    loop = asyncio.get_running_loop()
 
     def work() -> list[tuple[int, str, int | None, float | None]]:
         with staleflow.PromptClient(run.run_dir, name="prompts-blocking") as client:
@@ -39,12 +41,16 @@ async def test_the_blocking_client_submits_and_reads_outcomes(make_run: Callable
             assert client.submit([row(0)], id="mine") == [0]
             assert client.finish([row(1)]) == [1]
             assert client.outcomes(timeout_s=0) == []
+            loop.call_soon_threadsafe(none_yet.set)
             got = list[staleflow.Outcome]()
             while len(got) < 2:
                 got += client.outcomes(got[-1].number if got else 0)
             return [(one.row, one.result.value, one.step, one.reward) for one in got]
 
     working = asyncio.create_task(asyncio.to_thread(work))
+    waiting = asyncio.create_task(none_yet.wait())
+    await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
     rollout = await run.rollout()
     await rollout.push(*await rollout.leases(2))
     stage, done = StageWorker(run), 0
