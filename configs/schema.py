@@ -463,6 +463,10 @@ class Algorithm(Section, frozen=True, kw_only=True):
     trajectories above ``sequence_cap`` are left out."""
     tis_cap: PositiveFloat = 2.0
     """Maximum weight. Lower values discard more of the information in old data, higher ones make gradients noisier."""
+    tis_cap_by_age: list[PositiveFloat] = field(default_factory=list[PositiveFloat])
+    """Maximum weights of tokens that are 0, 1, 2, ... versions old, in place of ``tis_cap``; the last is also that of
+    older ones. Falling values, such as ``[4, 2, 1.2]``, keep most of new data and damp old data. Empty: ``tis_cap`` for
+    each age."""
     mask_low: NonNegativeFloat = 0.5
     """Weights below this value become 0. A narrow band up to ``mask_high`` learns from less data, nearly all of it
     on-policy."""
@@ -559,6 +563,10 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Number of newest checkpoints to keep; version 0 is the first. If the newest one is damaged, the run resumes from
     the one before; 1 leaves no fallback. Costs disk for as many checkpoints, and for the payload of `keep_checkpoints`
     times `checkpoint_every` steps (of at most 16 checkpoints, and of two while a trajectory server is half full)."""
+    max_mismatch: NonNegativeFloat = 0.5
+    """Maximum divergence in nats a token between engine and trainer on tokens of the same weights. The first batch that
+    has such tokens is compared, and above this value the run ends before it publishes anything of it: the two do not
+    compute the same model, or do not sample at the same temperature. 0: never."""
     eval_every: NonNegative = 0
     """Number of steps between evaluations on the held-out prompts; 0: at the start and at the end only."""
     eval_prompts: NonNegative = 256

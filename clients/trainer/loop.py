@@ -25,6 +25,7 @@ from staleflow.clients.trainer.checkpoint import Checkpoints, Overtaken, Trainer
 from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.prefetch import NoBatch
+from staleflow.clients.trainer.drift import DriftWatch
 from staleflow.clients.trainer.samples import Samples
 from staleflow.clients.trainer.steps import ComputedStep, Steps
 from staleflow.configs.errors import ConfigError
@@ -84,6 +85,7 @@ class TrainingLoop:
         self._checkpoints = checkpoints
         self._stop = stop
         self._samples = samples
+        self._drift = DriftWatch(config)
         self._state = TrainerState()
         self._saved: TrainerState | None = None
         self._oldest = Version(0)
@@ -176,6 +178,7 @@ class TrainingLoop:
         batch, result = computed.batch, computed.result
         times = _Times(wait_for_batch=computed.waited_s, train=computed.trained_s)
         values = batch_values(batch) | result.values
+        self._drift.observe(batch.step, values)  # before the weights of this step are published
         state = self._after(batch, result.bad, int(values["trainer/tokens"]))
         started = time.monotonic()
         self._client.commit(self._backend.weights())

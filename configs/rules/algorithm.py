@@ -52,6 +52,10 @@ def check_algorithm(algorithm: Algorithm) -> None:
         raise ConfigError(_key("mask_low"), algorithm.mask_low, allowed)
     if not algorithm.kl_coef and algorithm.kl_in_reward:
         raise ConfigError(_key("kl_in_reward"), True, "it needs trainer.algorithm.kl_coef above 0")
+    if algorithm.tis_cap_by_age and algorithm.tis_cap != _default("tis_cap"):
+        raise ConfigError(
+            _key("tis_cap"), algorithm.tis_cap, f"tis_cap_by_age replaces it; leave it at {_default('tis_cap')!r}"
+        )
     for meaningful, keys, allowed in _conditions(algorithm):
         for key in () if meaningful else keys:
             if (value := getattr(algorithm, key)) != _default(key):
@@ -66,7 +70,7 @@ def _conditions(algorithm: Algorithm) -> Iterator[tuple[bool, tuple[str, ...], s
     yield loss == "ppo_clip", ("ratio_to",), 'the loss "ppo_clip" alone has the choice'
     yield to_old, ("correction",), 'it corrects "ppo_clip" with ratio_to "old"; the others are corrections themselves'
     for correction, keys in (
-        ("tis", ("tis_cap",)),
+        ("tis", ("tis_cap", "tis_cap_by_age")),
         ("masked_is", ("mask_low", "mask_high")),
         ("masked_is_sequence", ("sequence_cap",)),
     ):

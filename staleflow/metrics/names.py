@@ -91,6 +91,16 @@ METRICS: Final[dict[str, Metric]] = {
 FAMILIES: Final[dict[str, Metric]] = {
     "reward/NAME": Metric("", "mean of the component NAME of the reward, before its weight (reward.functions)"),
     "environment/NAME": Metric("", "mean of the number NAME that episodes of the environment returned"),
+    "off_policy/share/age_N": Metric(
+        "share", "trained tokens that are N versions old; ages above 15, or above max_staleness, count as that"
+    ),
+    "mismatch_kl/age_N": Metric("nats", "mismatch_kl of the tokens of age N; age 0 shows numerics alone, no staleness"),
+    "mismatch_k1/age_N": Metric(
+        "nats", "mean of log engine/trainer over the tokens of age N: as mismatch_kl, with less weight on outliers"
+    ),
+    "is_weight/ess/age_N": Metric("share", "effective sample size of the importance weights of age N"),
+    "is_weight/truncated/age_N": Metric("share", "tokens of age N whose importance weight was cut to its cap"),
+    "clip/age_N": Metric("share", "tokens of age N whose ratio is clipped"),
     "stage/STAGE/COLUMN": Metric("", "mean of a column of a stage, over its samples or over their completion tokens"),
     "eval/SET/reward": Metric("", "mean reward of the samples of the evaluation set SET, at the version of the line"),
     "eval/SET/avg@N": Metric("share", "samples of SET with a reward of at least pass_reward; mean over prompts"),

@@ -9,7 +9,7 @@ of ``[[column]]`` by name, [N, *shape] and [T, *shape], without byte strings.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -38,6 +38,8 @@ class TrainedTokens:
     behavior: Tensor
     advantages: Tensor
     row: Tensor
+    age: Tensor
+    """int64: the step minus the version that generated the token."""
     stages: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Per-token columns, by ``stage/column``."""
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -115,7 +117,7 @@ def _ppo(algorithm: Algorithm, at: TrainedTokens) -> TokenLoss:
     )
     if not to_old:
         return clipped
-    correction = correct(algorithm, at.old, at.behavior, at.row)
+    correction = correct(algorithm, at.old, at.behavior, at.row, at.age)
     return TokenLoss(
         loss=clipped.loss * correction.weight,
         low=clipped.low & ~correction.masked,
@@ -125,19 +127,27 @@ def _ppo(algorithm: Algorithm, at: TrainedTokens) -> TokenLoss:
     )
 
 
-def correct(algorithm: Algorithm, old: Tensor, behavior: Tensor, row: Tensor) -> Correction:
+def correct(algorithm: Algorithm, old: Tensor, behavior: Tensor, row: Tensor, age: Tensor) -> Correction:
     """Compute the configured correction of trained tokens, all [T]."""
     match algorithm.correction:
         case "none":
             return corrections.uncorrected(old, behavior)
         case "tis":
-            return corrections.truncated(old, behavior, cap=algorithm.tis_cap)
+            by_age = algorithm.tis_cap_by_age
+            cap = caps(by_age, age).to(old.dtype) if by_age else algorithm.tis_cap
+            return corrections.truncated(old, behavior, cap=cap)
         case "decoupled":
             return corrections.decoupled(old, behavior)
         case "masked_is":
             return corrections.masked_tokens(old, behavior, low=algorithm.mask_low, high=algorithm.mask_high)
         case "masked_is_sequence":
             return corrections.masked_sequences(old, behavior, row, cap=algorithm.sequence_cap)
+
+
+def caps(by_age: Sequence[float], age: Tensor) -> Tensor:
+    """Return the cap of each token [T] by its age; the last cap is also that of all older tokens."""
+    of_age = torch.tensor(by_age, dtype=torch.float32, device=age.device)
+    return of_age[age.clamp(0, len(by_age) - 1)]
 
 
 def _users_loss(spec: str) -> Callable[[TrainedTokens, float], TokenLoss]:

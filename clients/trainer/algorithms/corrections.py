@@ -39,8 +39,8 @@ def uncorrected(old: Tensor, behavior: Tensor) -> Correction:
     return Correction(weight=torch.ones_like(old), masked=_never(old), truncated=_never(behavior))
 
 
-def truncated(old: Tensor, behavior: Tensor, *, cap: float) -> Correction:
-    """TIS: ``min(k_t, cap)``.
+def truncated(old: Tensor, behavior: Tensor, *, cap: float | Tensor) -> Correction:
+    """TIS: ``min(k_t, cap)``; ``cap``: one for all tokens, or one a token [T].
 
     Source: Ionides, Truncated Importance Sampling (2008); for engine/trainer pairs: Yao et al., Your Efficient RL
     Framework Secretly Brings You Off-Policy RL Training (2025); per token as in IMPALA (arXiv 1802.01561), section 4.1.

@@ -37,6 +37,8 @@ Column = TypeVar("Column")
 
 REFERENCE: Final = "reference/logprobs"
 """Stage column: the reference model's log-probability of each completion token."""
+MAX_AGE: Final = 15
+"""Age in versions at which metrics by age stop to distinguish: older tokens count with it."""
 VALUES: Final = "critic/values"
 """Stage column: the critic's value of the state in which each completion token was chosen."""
 
@@ -103,6 +105,7 @@ class Objective:
     def __init__(self, config: Config, device: torch.device, reduce: Reduce = LOCAL) -> None:
         self._algorithm = config.trainer.algorithm
         self._longest = config.rollout.max_new_tokens
+        self._max_age = min(config.staleness.max_staleness, MAX_AGE)
         self._device = device
         self._reduce = reduce
         self._how = aggregation_of(self._algorithm.advantage, self._algorithm.loss)
@@ -125,12 +128,13 @@ class Objective:
         self._counts = torch.zeros(3, dtype=torch.float64, device=self._device)
         self._scale = 1.0
         self._sums = torch.zeros(6, dtype=torch.float64, device=self._device)
-        self._mismatch = MismatchSums(self._device)
+        self._mismatch = MismatchSums(self._device, self._max_age)
         self._squares: list[Tensor] = []
         self._limit = math.inf
 
     def take(self, batch: TrainBatch) -> None:
         """Add the rank's rows of the next passes, as whole groups. ``ConfigError`` if a stage column is missing."""
+        self._step = int(batch.step)
         lengths = torch.from_numpy(batch.completion_lengths)
         self._first = (lengths.cumsum(0) - lengths).to(self._device)
         self._advantages = self._advantages_of(batch, lengths).to(self._device)
@@ -168,6 +172,7 @@ class Objective:
             behavior=tokens.behavior[mask],
             advantages=self._advantages_of_trained(tokens),
             row=tokens.row[mask],
+            age=self._step - tokens.version[mask],
             stages={name: column[mask] for name, column in tokens.stages.items()},
             columns={name: column[mask] for name, column in tokens.columns.items()},
         )
@@ -187,7 +192,7 @@ class Objective:
 
         ``loss``; ``mismatch_kl`` and ``is_weight/*`` of the engine's tokens; ``clip/low``, ``clip/high``,
         ``masked/token``: fractions of the trained tokens; ``masked/sequence``: fraction of the trajectories that lost
-        all tokens to a mask; ``kl/reference`` in nats per token, if there is a reference.
+        all tokens to a mask; ``kl/reference`` in nats per token, if there is a reference; by age, see ``MismatchSums``.
         """
         loss, low, high, masked, silent, divergence = self._reduce.sum(self._sums).tolist()
         tokens, sequences, _ = (max(count, 1.0) for count in self._counts.tolist())
@@ -244,7 +249,8 @@ class Objective:
         parts = [loss, result.low.sum(), result.high.sum(), result.masked.sum(), (silent & first).sum()]
         parts.append(torch.zeros_like(loss) if divergence is None else divergence.sum())
         self._sums += torch.stack([part.detach().to(torch.float64) for part in parts])
-        self._mismatch.add(at.old, at.behavior, result.truncated)
+        clipped = result.low | result.high
+        self._mismatch.add(at.old, at.behavior, at.age, truncated=result.truncated, clipped=clipped)
 
 
 def _flat(batch: TrainBatch, column: NDArray[Any]) -> Tensor:

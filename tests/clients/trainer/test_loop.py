@@ -167,6 +167,22 @@ def test_a_whole_run_publishes_every_version_and_keeps_its_checkpoints(tmp_path:
     assert kept(tmp_path) == [6, 4, 2]
 
 
+def test_a_step_on_tokens_of_another_model_is_neither_published_nor_saved(tmp_path: Path) -> None:
+    class Apart(Counting):
+        def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
+            super().train(batch, step, stopping)
+            compared = {"mismatch_k1": 2.0, "off_policy/share": 1.0, "is_weight/ess": 1.0}
+            return StepResult(
+                values={f"{name}/age_0": value for name, value in compared.items()} | {"trainer/tokens": 99}
+            )
+
+    client = Told()
+    with pytest.raises(ConfigError, match=r"max_mismatch is 0\.5; engine and trainer differ by 2 nats a token"):
+        loop(tmp_path, client, Apart()).run()
+    assert client.published == [(0, [0.0])]
+    assert kept(tmp_path) == []
+
+
 def test_every_step_whose_version_is_out_is_shown_to_whoever_reads_samples(tmp_path: Path) -> None:
     client, shown = Told(), list[tuple[int, int]]()
 

@@ -11,6 +11,8 @@ import msgspec
 
 from staleflow.configs.schema import Algorithm
 
+MAX_AGE = 3
+
 
 @dataclass(slots=True)
 class Token:
@@ -19,6 +21,7 @@ class Token:
     trained: bool
     reference: float = 0.0
     value: float = 0.0
+    age: int = 0
 
 
 @dataclass(slots=True)
@@ -132,7 +135,7 @@ def token(how: Algorithm, one: Written, at: Token, advantage: float, limit: floa
         case "ppo_clip" if how.ratio_to == "behavior":
             return ppo(ratio, advantage, how.clip_low, how.clip_high, how.dual_clip)
         case "ppo_clip":
-            weight, fate = correction(how, ratio, math.prod(mine))
+            weight, fate = correction(how, ratio, math.prod(mine), at.age)
             return -weight * advantage, -weight * advantage, fate
         case "gspo":
             return ppo(math.exp(mean), advantage, how.gspo_low, how.gspo_high)
@@ -154,12 +157,14 @@ def token(how: Algorithm, one: Written, at: Token, advantage: float, limit: floa
             raise AssertionError
 
 
-def correction(how: Algorithm, ratio: float, product: float) -> tuple[float, str]:
+def correction(how: Algorithm, ratio: float, product: float, age: int) -> tuple[float, str]:
     match how.correction:
         case "none":
             return 1.0, ""
         case "tis":
-            return (how.tis_cap, "cut") if ratio > how.tis_cap else (ratio, "")
+            caps = how.tis_cap_by_age or [how.tis_cap]
+            cap = caps[min(age, len(caps) - 1)]
+            return (cap, "cut") if ratio > cap else (ratio, "")
         case "decoupled":
             return ratio, ""
         case "masked_is":
@@ -228,4 +233,16 @@ def step(how: Algorithm, batch: list[Written], longest: int) -> Step:
     }
     if how.kl_coef:
         found.metrics["kl/reference"] = apart / total
+    ages = [min(at.age, MAX_AGE) for one in batch for at in one.trained]
+    for age in set(ages):
+        some = [ratio for ratio, its in zip(ratios, ages, strict=True) if its == age]
+        apart_from = [fate for fate, its in zip(fates, ages, strict=True) if its == age]
+        found.metrics |= {
+            f"off_policy/share/age_{age}": len(some) / len(ages),
+            f"mismatch_kl/age_{age}": sum(r - 1 - math.log(r) for r in some) / len(some),
+            f"mismatch_k1/age_{age}": -sum(math.log(r) for r in some) / len(some),
+            f"is_weight/ess/age_{age}": sum(some) ** 2 / (len(some) * sum(r * r for r in some)),
+            f"is_weight/truncated/age_{age}": apart_from.count("cut") / len(some),
+            f"clip/age_{age}": (apart_from.count("low") + apart_from.count("high")) / len(some),
+        }
     return found

@@ -282,7 +282,8 @@ def test_the_loss_chooses_the_aggregation_before_the_advantage_does() -> None:
 
 def measured(old: torch.Tensor, behavior: torch.Tensor) -> dict[str, float]:
     sums = MismatchSums(CPU)
-    sums.add(old, behavior, torch.zeros(len(old), dtype=torch.bool))
+    never = torch.zeros(len(old), dtype=torch.bool)
+    sums.add(old, behavior, torch.zeros(len(old), dtype=torch.int64), truncated=never, clipped=never)
     return sums.values(LOCAL)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from staleflow.clients.trainer.algorithms.objective import LOCAL, REFERENCE, VALUES, Objective, Reduce, tokens_of
-from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.data.batch import NO_VERSION, TrainBatch
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Algorithm, Config
 from staleflow.protocols.consistency.ids import BatchId, Lineage
@@ -24,12 +24,14 @@ from tests.clients.trainer.making import config
 
 CPU = torch.device("cpu")
 LONGEST = 12
+STEP = 7
 
 BEHAVIOR = {"ratio_to": "behavior"}
 WIDE = {"gspo_low": 0.1, "gspo_high": 0.15}
 SETTINGS: dict[str, dict[str, Any]] = {
     "grpo, none": {"correction": "none"},
     "grpo, tis": {"tis_cap": 1.2},
+    "grpo, tis by age": {"tis_cap_by_age": [1.3, 1.2, 1.05]},
     "grpo, decoupled": {"correction": "decoupled"},
     "grpo, masked tokens": {"correction": "masked_is", "mask_low": 0.8, "mask_high": 1.3},
     "grpo, masked sequences": {"correction": "masked_is_sequence", "sequence_cap": 1.1},
@@ -58,7 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def drawn(seed: int, *, trained: float = 0.8, spread: float = 0.3) -> list[Written]:
     """Groups of 4, 3 and 1, one of equal rewards; trajectories of 0 to 9 tokens, some of them without a trained one."""
-    draw = random.Random(seed)
+    draw, ages = random.Random(seed), random.Random(seed)
     batch: list[Written] = []
     for group, size in ((7, 4), (3, 3), (9, 1), (5, 2)):
         for member in range(size):
@@ -66,6 +68,7 @@ def drawn(seed: int, *, trained: float = 0.8, spread: float = 0.3) -> list[Writt
             for _ in range(0 if (group, member) == (7, 1) else draw.randint(1, 9)):
                 logprob = -draw.uniform(0.2, 3.0)
                 one = Token(f32(logprob), f32(logprob + draw.gauss(0, spread)), draw.random() < trained)
+                one.age = ages.randint(0, 4)
                 one.reference, one.value = f32(logprob + draw.gauss(0, 0.4)), f32(draw.gauss(0, 1))
                 tokens.append(one)
             if (group, member) == (3, 0):
@@ -86,17 +89,19 @@ def columns(batch: Sequence[Written]) -> TrainBatch:
         name: np.full((size, longest), np.nan, np.float32) for name in ("behavior", "reference", "value", "logprob")
     }
     mask, attention = np.zeros((size, longest), np.bool_), np.zeros((size, longest), np.int64)
+    versions = np.full((size, longest), NO_VERSION, np.int64)
     for row, one in enumerate(batch):
         prompt = 1 + row % 3
         attention[row, : prompt + len(one.tokens)] = 1
         for place, token in enumerate(one.tokens, prompt):
             mask[row, place] = token.trained
+            versions[row, place] = STEP - token.age
             for name, array in arrays.items():
                 array[row, place] = getattr(token, name)
             if not token.trained:
                 arrays["behavior"][row, place] = 0.0
     return TrainBatch(
-        step=StepNumber(0),
+        step=StepNumber(STEP),
         batch=BatchId(1),
         lineage=Lineage(0),
         digest="",
@@ -105,7 +110,7 @@ def columns(batch: Sequence[Written]) -> TrainBatch:
         attention_mask=attention,
         loss_mask=mask,
         behavior_logprobs=arrays["behavior"],
-        token_versions=np.zeros((size, longest), np.int64),
+        token_versions=versions,
         rewards=np.array([one.reward for one in batch], np.float32),
         group_ids=np.array([one.group for one in batch], np.int64),
         completion_lengths=np.array([len(one.tokens) for one in batch], np.int64),
@@ -118,7 +123,11 @@ def columns(batch: Sequence[Written]) -> TrainBatch:
 
 def settings(how: Algorithm) -> Config:
     made = config(algorithm=msgspec.to_builtins(how))
-    return msgspec.structs.replace(made, rollout=msgspec.structs.replace(made.rollout, max_new_tokens=LONGEST))
+    return msgspec.structs.replace(
+        made,
+        rollout=msgspec.structs.replace(made.rollout, max_new_tokens=LONGEST),
+        staleness=msgspec.structs.replace(made.staleness, max_staleness=literal.MAX_AGE),
+    )
 
 
 def stepped(
