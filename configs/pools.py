@@ -1,6 +1,5 @@
 """Pools of rollout workers: ``[[rollout.pool]]`` gives workers settings that differ from ``[rollout]``. Pure."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -71,17 +70,3 @@ def gpus_of_engine(config: Config) -> int:
             return rollout.vllm.tensor_parallel * int(rollout.vllm.options.get("pipeline_parallel_size", 1))
         case _:
             return 1
-
-
-def gpus_of_workers(config: Config) -> Iterator[tuple[int, ...]]:
-    """Yield the GPUs of each rollout worker in order: those of its pool, or else of ``rollout.gpus``, round-robin."""
-    next_shared = 0
-    for pool in pools(config):
-        own = pool.config.rollout.gpus if config.rollout.pool else []
-        gpus, first = (own, 0) if own else (config.rollout.gpus, next_shared)
-        width = max(gpus_of_engine(pool.config), 1)
-        for number in range(pool.workers):
-            places = range(first + number * width, first + (number + 1) * width)
-            yield tuple(gpus[place % len(gpus)] for place in places) if gpus else ()
-        if not own:
-            next_shared += pool.workers * width

@@ -346,8 +346,8 @@ class Rollout(Section, frozen=True, kw_only=True):
     workers: Processes = 1
     """Number of processes that ``staleflow run`` starts; more may attach."""
     gpus: list[NonNegative] = field(default_factory=list[NonNegative])
-    """GPUs of the workers that ``staleflow run`` starts, distributed over them in order; empty: all GPUs of the
-    machine."""
+    """GPUs of the workers that ``staleflow run`` starts, distributed over them in order; empty: those that the trainer
+    does not have, or all if it has all."""
     group_size: Groups = 8
     """Number of trajectories for each prompt."""
     max_inflight: Groups = 64
@@ -518,7 +518,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     nproc: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of ranks on this machine, one GPU each if there are any. Each trains its share of every batch's groups."""
     gpus: list[NonNegative] = field(default_factory=list[NonNegative])
-    """GPUs of the trainer that ``staleflow run`` starts, one for each rank; empty: all GPUs of the machine."""
+    """GPUs of the trainer that ``staleflow run`` starts, one for each rank; empty: the last GPUs of the machine that
+    ``rollout.gpus`` does not name."""
     zero_stage: Annotated[int, Meta(ge=0, le=3)] = 2
     """State that DeepSpeed shards: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights. 0 and 1 for float32
     only."""

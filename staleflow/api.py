@@ -21,6 +21,7 @@ from staleflow.clients.admin import Admin
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.load import addresses, from_json, load, model_dir, read_run
 from staleflow.configs.loading.presence import present
+from staleflow.configs.loading.probe import count_gpus
 from staleflow.configs.schema import Config
 from staleflow.metrics.reader import metric_lines
 from staleflow.monitor.sources import phase_of
@@ -83,7 +84,7 @@ def run(
     view = with_writers(_view(chosen, folder, progress), chosen, folder)
     command = f"staleflow.run(..., run_dir={str(folder)!r}, resume=True)"
     with _argument_names(), rundir.claim(chosen, folder, resume=resume, command=command):
-        Supervisor(chosen, folder, view, command).run()
+        Supervisor(chosen, folder, view, command, gpus=count_gpus()).run()
     return Result(folder)
 
 

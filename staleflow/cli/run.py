@@ -46,6 +46,8 @@ def command(
       staleflow run --resume runs/quickstart-20261121-053000 trainer.steps=300
     """
     from staleflow.configs.loading.presence import present
+    from staleflow.configs.loading.probe import count_gpus
+    from staleflow.configs.placement import place
     from staleflow.supervisor import rundir, summary
     from staleflow.supervisor.addresses import check_free
     from staleflow.supervisor.supervisor import Supervisor
@@ -58,10 +60,13 @@ def command(
         return report_finished(finished, config, as_json)
     with working("checking the configuration's imports"):
         present(config)
+        gpus = count_gpus()
     check_free(config, folder)
+    for gpu, names in place(config, gpus).table() if gpus else ():
+        click.echo(f"GPU {gpu}: {', '.join(names)}", err=True)
     hint = f"staleflow run --run-dir {folder} --resume"
     with rundir.claim(config, folder, resume=resume, command=hint):
-        return Supervisor(config, folder, view_of(config, folder, plain, as_json), hint).run()
+        return Supervisor(config, folder, view_of(config, folder, plain, as_json), hint, gpus=gpus).run()
 
 
 def _config(arguments: tuple[str, ...], file: Path | None, run_dir: Path | None, resume: bool) -> "Config":

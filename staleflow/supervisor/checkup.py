@@ -241,6 +241,8 @@ def configuration(file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
     """Check that the configuration loads, the files and packages it names exist, and its addresses are free."""
     from staleflow.configs.loading.load import load
     from staleflow.configs.loading.presence import present
+    from staleflow.configs.loading.probe import count_gpus
+    from staleflow.configs.placement import place
     from staleflow.supervisor.addresses import binds, in_use
 
     try:
@@ -250,6 +252,9 @@ def configuration(file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
         yield Finding("configuration", "bad", str(error))
         return
     yield Finding("configuration", "good", f"{file} fits this machine")
+    if gpus := count_gpus():
+        table = (f"GPU {gpu}: {', '.join(names)}" for gpu, names in place(config, gpus).table())
+        yield Finding("gpus", "good", "; ".join(table) or "the run uses none")
     for key, address in binds(config, (config.scheduler.bind, *config.trajectories.bind, config.parameters.bind)):
         used = in_use(address)
         yield Finding("address", "bad" if used else "good", f"{key} {address} is {'in use' if used else 'free'}")

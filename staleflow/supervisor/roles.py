@@ -7,7 +7,7 @@ from pathlib import Path
 
 from staleflow.configs import pools
 from staleflow.configs.own_settings import as_overrides
-from staleflow.configs.pools import gpus_of_workers
+from staleflow.configs.placement import place
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages, threads_of, workers_of
 
@@ -70,18 +70,21 @@ def servers(config: Config, run_dir: Path, session: str = "") -> list[Role]:
     ]
 
 
-def workers(config: Config, run_dir: Path) -> list[Role]:
-    """Return the workers of a run in start order, rollout workers first and the trainer last."""
+def workers(config: Config, run_dir: Path, available: int = 0) -> list[Role]:
+    """Return the workers of a run in start order, rollout workers first and the trainer last.
+
+    ``available``: number of GPUs that the run may see.
+    """
+    placement = place(config, available)
     rollout = [
-        replace(rollout_worker(config, number, run_dir), gpus=gpus)
-        for number, gpus in enumerate(gpus_of_workers(config))
+        replace(rollout_worker(config, number, run_dir), gpus=gpus) for number, gpus in enumerate(placement.rollout)
     ]
     judges = [
-        attach(f"{stage}-{number}", run_dir, "stage", "--stage", stage, threads=threads_of(config, stage))
+        attach(f"{stage}-{number}", run_dir, "stage", "--stage", stage, threads=threads_of(config, stage), gpus=gpus)
         for stage in stages(config)
-        for number in range(workers_of(config, stage))
+        for number, gpus in enumerate(placement.stages.get(stage, [()] * workers_of(config, stage)))
     ]
-    trainer = attach("trainer", run_dir, "train", threads=config.trainer.threads, gpus=tuple(config.trainer.gpus))
+    trainer = attach("trainer", run_dir, "train", threads=config.trainer.threads, gpus=placement.trainer)
     return [*rollout, *judges, replace(trainer, kind=Kind.TRAINER)]
 
 

@@ -54,10 +54,20 @@ class Supervisor:
     """Owner of all processes of one run. Call ``run`` once, from the main thread."""
 
     def __init__(
-        self, config: Config, run_dir: Path, view: View, resume: str, workers: Sequence[Role] | None = None
+        self,
+        config: Config,
+        run_dir: Path,
+        view: View,
+        resume: str,
+        workers: Sequence[Role] | None = None,
+        *,
+        gpus: int = 0,
     ) -> None:
-        """``workers`` replaces the workers of the configuration; these build the model on their own machines."""
-        self._workers = roles.workers(config, run_dir) if workers is None else workers
+        """``workers`` replaces the workers of the configuration; these build the model on their own machines.
+
+        ``gpus``: number of GPUs on this machine.
+        """
+        self._workers = roles.workers(config, run_dir, gpus) if workers is None else workers
         self._builds_model = workers is None
         self._config = config
         self._run_dir = run_dir

@@ -7,7 +7,8 @@ import pytest
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.load import check_shared, config_sha, from_json, load, to_json, worker_config
 from staleflow.configs.own_settings import as_overrides
-from staleflow.configs.pools import gpus_of_workers, pools, workers
+from staleflow.configs.placement import place
+from staleflow.configs.pools import pools, workers
 from staleflow.configs.schema import Config
 from tests.configs.conftest import MINIMAL, Write
 
@@ -144,5 +145,5 @@ def test_pools_without_gpus_of_their_own_share_those_of_rollout_in_order(write: 
     config = load(
         write(), [*REAL, "rollout.gpus=[0,1,2,3,4]", f"rollout.pool=[{{{two}}}, {{gpus=[7]}}, {{workers=2}}]"]
     )
-    assert list(gpus_of_workers(config)) == [(0, 1), (7,), (2,), (3,)]
-    assert list(gpus_of_workers(load(write(), REAL))) == [()]
+    assert place(config, 0).rollout == [(0, 1), (7,), (2,), (3,)]
+    assert place(load(write(), REAL), 0).rollout == [()]
