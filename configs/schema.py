@@ -498,6 +498,9 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """Discount for each token (``gae``)."""
     gae_lambda: Share = 1.0
     """Trace decay of ``gae``: 1 uses the returns, without bias; 0 uses the critic, without noise."""
+    whiten_advantages: bool = True
+    """Give the advantages of ``gae`` mean 0 and deviation 1 over the trained tokens of the batch, as PPO in verl and
+    TRL does. Without it, the size of the step follows the scale of the rewards and falls as the critic learns."""
 
 
 class Trainer(Section, frozen=True, kw_only=True):

@@ -81,7 +81,8 @@ def _conditions(algorithm: Algorithm) -> Iterator[tuple[bool, tuple[str, ...], s
         yield loss == name, keys, f'it is a bound of the loss "{name}"'
     yield algorithm.kl_coef > 0 and not algorithm.kl_in_reward, ("kl",), "it is the estimator of a KL term in the loss"
     yield algorithm.advantage in PER_TOKEN, ("kl_in_reward",), 'it is for the advantages "gae" and "reinforce_pp"'
-    yield algorithm.advantage == "gae", ("gamma", "gae_lambda"), 'it is a key of the advantage "gae"'
+    of_gae = ("gamma", "gae_lambda", "whiten_advantages")
+    yield algorithm.advantage == "gae", of_gae, 'it is a key of the advantage "gae"'
 
 
 def _default(key: str) -> object:

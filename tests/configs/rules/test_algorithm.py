@@ -52,6 +52,7 @@ def test_every_advantage_goes_with_every_loss(write: Write, advantage: str, loss
         ("advantage=gae kl_in_reward=true", r"kl_in_reward is true; it needs trainer\.algorithm\.kl_coef above 0"),
         ("kl_coef=1 kl_in_reward=true", r'kl_in_reward is true; it is for the advantages "gae" and "reinforce_pp"'),
         ("gamma=0.9", r'gamma is 0\.9; it is a key of the advantage "gae"'),
+        ("whiten_advantages=false", r'whiten_advantages is false; it is a key of the advantage "gae"; leave it at'),
         ("loss=a:b correction=decoupled", r'correction is "decoupled"; it corrects "ppo_clip"'),
     ],
 )
@@ -65,7 +66,7 @@ def test_bounds_are_taken_where_they_mean_something(write: Write) -> None:
         "clip_low=0.1 dual_clip=3 ratio_to=behavior",
         "loss=opsm clip_high=0.3 opsm_delta=0.1",
         "correction=masked_is mask_low=0.2",
-        "advantage=gae gamma=0.9 gae_lambda=0 kl_coef=0.1 kl_in_reward=true",
+        "advantage=gae gamma=0.9 gae_lambda=0 whiten_advantages=false kl_coef=0.1 kl_in_reward=true",
         "kl_coef=0.1 kl=k1",
     ):
         load(write(MINIMAL), overrides(keys))

@@ -51,7 +51,7 @@ def clip(value: float, low: float, high: float) -> float:
 
 
 def advantages(how: Algorithm, batch: list[Written]) -> dict[int, float]:
-    """Advantage of every token, by ``id``."""
+    """Advantage of every trained token, by ``id``."""
     found: dict[int, float] = {}
     for one in batch:
         peers = [other.reward for other in batch if other.group == one.group]
@@ -67,32 +67,32 @@ def advantages(how: Algorithm, batch: list[Written]) -> dict[int, float]:
                 each = one.reward - others
             case _:
                 each = math.nan
-        for place, token in enumerate(one.tokens):
+        for place, token in enumerate(one.trained):
             found[id(token)] = each
             if how.advantage == "reinforce_pp":
-                found[id(token)] = sum(earned(how, one, later) for later in range(place, len(one.tokens)))
+                found[id(token)] = sum(earned(how, one, later) for later in range(place, len(one.trained)))
             if how.advantage == "gae":
                 found[id(token)] = gae(how, one, place)
-    if how.advantage == "reinforce_pp":
-        counted = [found[id(token)] for one in batch for token in one.trained]
-        mean = sum(counted) / max(1, len(counted))
-        spread = math.sqrt(sum((a - mean) ** 2 for a in counted) / max(1, len(counted)))
+    if how.advantage == "reinforce_pp" or (how.advantage == "gae" and how.whiten_advantages):
+        mean = sum(found.values()) / max(1, len(found))
+        spread = math.sqrt(sum((a - mean) ** 2 for a in found.values()) / max(1, len(found)))
         found = {key: (a - mean) / (spread + 1e-6) for key, a in found.items()}
     return found
 
 
 def earned(how: Algorithm, one: Written, place: int) -> float:
-    token = one.tokens[place]
-    cost = how.kl_coef * (token.behavior - token.reference) if how.kl_in_reward and token.trained else 0.0
-    return (one.reward if place == len(one.tokens) - 1 else 0.0) - cost
+    """Reward of the trajectory's trained token number ``place``."""
+    token = one.trained[place]
+    cost = how.kl_coef * (token.behavior - token.reference) if how.kl_in_reward else 0.0
+    return (one.reward if place == len(one.trained) - 1 else 0.0) - cost
 
 
 def gae(how: Algorithm, one: Written, place: int) -> float:
-    """The definition as a sum over the later tokens instead of a recursion."""
+    """The definition as a sum over the later trained tokens instead of a recursion."""
     total = 0.0
-    for later in range(place, len(one.tokens)):
-        after = one.tokens[later + 1].value if later + 1 < len(one.tokens) else 0.0
-        delta = earned(how, one, later) + how.gamma * after - one.tokens[later].value
+    for later in range(place, len(one.trained)):
+        after = one.trained[later + 1].value if later + 1 < len(one.trained) else 0.0
+        delta = earned(how, one, later) + how.gamma * after - one.trained[later].value
         total += (how.gamma * how.gae_lambda) ** (later - place) * delta
     return total
 

@@ -41,6 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reinforce_pp": {"advantage": "reinforce_pp"},
     "reinforce_pp, kl in reward": {"advantage": "reinforce_pp", "kl_coef": 0.3, "kl_in_reward": True},
     "gae": {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.7},
+    "gae, not whitened": {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.7, "whiten_advantages": False},
     "gae, kl in reward": {"advantage": "gae", "kl_coef": 0.3, "kl_in_reward": True, "gae_lambda": 0.95},
     "gspo": {"loss": "gspo", **WIDE},
     "gspo, dr_grpo": {"loss": "gspo", "advantage": "dr_grpo", **WIDE},
