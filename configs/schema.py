@@ -497,7 +497,8 @@ class Algorithm(Section, frozen=True, kw_only=True):
     gamma: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Discount for each token (``gae``)."""
     gae_lambda: Share = 1.0
-    """Trace decay of ``gae``: 1 uses the returns, without bias; 0 uses the critic, without noise."""
+    """Trace decay of ``gae``: 1 uses the returns, without bias; 0 uses the critic, without noise. Below 1, only the
+    last tokens get a share of the reward until the critic has learned: set ``trainer.critic_warmup``."""
     whiten_advantages: bool = True
     """Give the advantages of ``gae`` mean 0 and deviation 1 over the trained tokens of the batch, as PPO in verl and
     TRL does. Without it, the size of the step follows the scale of the rewards and falls as the critic learns."""
@@ -550,6 +551,11 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Weight decay of AdamW, applied to each weight matrix for each step, scaled by the learning rate."""
     warmup_steps: NonNegative = 0
     """Number of steps of linear learning-rate warm-up."""
+    critic_warmup: NonNegative = 0
+    """Number of first steps in which the policy does not change, while the critic of ``gae`` learns from their batches;
+    the learning-rate warm-up and schedule start after them. Groups of the first ``staleness.max_staleness`` steps after
+    it still have values from within it. 0: the critic starts at 0, which is right for ``gae_lambda`` 1 (the returns
+    are then the advantages) and wrong below."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or falling to ``lr_min_share`` of ``lr`` at the last step."""
     lr_min_share: Share = 0.0

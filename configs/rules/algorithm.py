@@ -9,7 +9,7 @@ from typing import Final, Literal
 import msgspec
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.schema import Algorithm, Config
+from staleflow.configs.schema import Algorithm, Config, Trainer
 
 ADVANTAGES: Final = ("dr_grpo", "gae", "grpo", "reinforce_pp", "rloo")
 LOSSES: Final = ("aipo", "cispo", "gspo", "m2po", "opsm", "ppo_clip")
@@ -56,6 +56,28 @@ def check_algorithm(algorithm: Algorithm) -> None:
         for key in () if meaningful else keys:
             if (value := getattr(algorithm, key)) != _default(key):
                 raise ConfigError(_key(key), value, f"{allowed}; leave it at {_default(key)!r}")
+
+
+def check_critic_warmup(trainer: Trainer) -> None:
+    """Raise ``ConfigError`` if there is no critic to warm up, or if the policy would never be trained."""
+    steps = trainer.critic_warmup
+    if steps and trainer.algorithm.advantage != "gae":
+        allowed = 'the run has no critic: trainer.algorithm.advantage is not "gae"; leave it at 0'
+        raise ConfigError("trainer.critic_warmup", steps, allowed)
+    if steps >= trainer.steps:
+        allowed = f"the policy is trained after it: it must be below trainer.steps = {trainer.steps}"
+        raise ConfigError("trainer.critic_warmup", steps, allowed)
+
+
+def warnings(trainer: Trainer) -> Iterator[str]:
+    """Yield a line for settings of the algorithm that work and that few runs want."""
+    decay = trainer.algorithm.gae_lambda
+    if trainer.algorithm.advantage == "gae" and decay < 1 and not trainer.critic_warmup:
+        yield (
+            f"trainer.algorithm.gae_lambda is {decay:g} and trainer.critic_warmup is 0: until the critic has learned, "
+            f"a token n steps before the reward gets {decay:g}^n of it; set trainer.critic_warmup, for example to 20, "
+            "or leave gae_lambda at 1"
+        )
 
 
 def _conditions(algorithm: Algorithm) -> Iterator[tuple[bool, tuple[str, ...], str]]:

@@ -8,7 +8,7 @@ import pytest
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.load import load
 from staleflow.configs.loading.presence import present
-from staleflow.configs.rules.algorithm import ADVANTAGES, LOSSES, check_algorithm, filter_of
+from staleflow.configs.rules.algorithm import ADVANTAGES, LOSSES, check_algorithm, filter_of, warnings
 from staleflow.configs.rules.checks import import_paths
 from staleflow.configs.schema import Algorithm
 from tests.configs.conftest import MINIMAL, Write
@@ -59,6 +59,26 @@ def test_every_advantage_goes_with_every_loss(write: Write, advantage: str, loss
 def test_what_means_nothing_or_contradicts_is_named(write: Write, keys: str, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         load(write(MINIMAL), overrides(keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ([], r"trainer\.critic_warmup is 5; the run has no critic: trainer\.algorithm\.advantage is not \"gae\""),
+        (["trainer.algorithm.advantage=gae", "trainer.steps=5"], r"critic_warmup is 5; .* below trainer\.steps = 5"),
+    ],
+)
+def test_a_warm_up_of_the_critic_needs_a_critic_and_a_step_after_it(write: Write, keys: list[str], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        load(write(MINIMAL), ["model.path=/m", "trainer.critic_warmup=5", *keys])
+
+
+def test_a_decaying_trace_over_a_critic_that_starts_cold_is_warned_about(write: Write) -> None:
+    decays, warm = "advantage=gae gae_lambda=0.95", "trainer.critic_warmup=5"
+    (line,) = warnings(load(write(MINIMAL), overrides(decays)).trainer)
+    assert line.startswith("trainer.algorithm.gae_lambda is 0.95 and trainer.critic_warmup is 0: until the critic has")
+    fine = ([*overrides(decays), warm], overrides("advantage=gae"), overrides("advantage=rloo"))
+    assert [list(warnings(load(write(MINIMAL), keys).trainer)) for keys in fine] == [[], [], []]
 
 
 def test_bounds_are_taken_where_they_mean_something(write: Write) -> None:
