@@ -16,6 +16,9 @@ LOSSES: Final = ("aipo", "cispo", "gspo", "m2po", "opsm", "ppo_clip")
 PER_TOKEN: Final = ("gae", "reinforce_pp")
 """Advantages with one value for each token, whose rewards may include the divergence."""
 
+TO_OLD: Final = ("gspo", "ppo_clip")
+"""Losses whose ratio may be to the old policy (``ratio_to``), with a ``correction`` for that policy's distance from the
+engine."""
 
 IN_GROUP: Final = ("dr_grpo", "grpo", "rloo")
 """Advantages relative to the group itself: if all rewards of a group are equal, they are 0."""
@@ -52,6 +55,11 @@ def check_algorithm(algorithm: Algorithm) -> None:
         raise ConfigError(_key("mask_low"), algorithm.mask_low, allowed)
     if not algorithm.kl_coef and algorithm.kl_in_reward:
         raise ConfigError(_key("kl_in_reward"), True, "it needs trainer.algorithm.kl_coef above 0")
+    if algorithm.loss == "gspo" and algorithm.ratio_to == "behavior":
+        for key in ("gspo_low", "gspo_high"):
+            if (value := getattr(algorithm, key)) == _default(key):
+                allowed = 'with ratio_to "behavior" numeric noise alone exceeds it; set it, for example to 0.01'
+                raise ConfigError(_key(key), value, allowed)
     for meaningful, keys, allowed in _conditions(algorithm):
         for key in () if meaningful else keys:
             if (value := getattr(algorithm, key)) != _default(key):
@@ -82,11 +90,12 @@ def warnings(trainer: Trainer) -> Iterator[str]:
 
 def _conditions(algorithm: Algorithm) -> Iterator[tuple[bool, tuple[str, ...], str]]:
     """Yield (whether the keys apply, the keys, when they apply)."""
-    loss, to_old = algorithm.loss, algorithm.loss == "ppo_clip" and algorithm.ratio_to == "old"
+    loss, to_old = algorithm.loss, algorithm.loss in TO_OLD and algorithm.ratio_to == "old"
     clips = ("clip_low", "clip_high", "dual_clip")
     yield loss in ("ppo_clip", "opsm"), clips, 'it is a bound of the losses "ppo_clip" and "opsm"'
-    yield loss == "ppo_clip", ("ratio_to",), 'the loss "ppo_clip" alone has the choice'
-    yield to_old, ("correction",), 'it corrects "ppo_clip" with ratio_to "old"; the others are corrections themselves'
+    yield loss in TO_OLD, ("ratio_to",), 'only the losses "gspo" and "ppo_clip" have the choice'
+    corrects = 'it corrects "gspo" and "ppo_clip" with ratio_to "old"; the others are corrections themselves'
+    yield to_old, ("correction",), corrects
     for correction, keys in (
         ("tis", ("tis_cap",)),
         ("masked_is", ("mask_low", "mask_high")),

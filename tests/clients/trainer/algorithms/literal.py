@@ -131,11 +131,11 @@ def token(how: Algorithm, one: Written, at: Token, advantage: float, limit: floa
     match how.loss:
         case "ppo_clip" if how.ratio_to == "behavior":
             return ppo(ratio, advantage, how.clip_low, how.clip_high, how.dual_clip)
-        case "ppo_clip":
+        case "gspo" if how.ratio_to == "behavior":
+            return ppo(math.exp(mean), advantage, how.gspo_low, how.gspo_high)
+        case "ppo_clip" | "gspo":  # old and current are equal, so that the ratio between them is 1
             weight, fate = correction(how, ratio, math.prod(mine))
             return -weight * advantage, -weight * advantage, fate
-        case "gspo":
-            return ppo(math.exp(mean), advantage, how.gspo_low, how.gspo_high)
         case "cispo":
             weight = clip(ratio, 1 - how.cispo_low, 1 + how.cispo_high)
             return -weight * advantage * at.logprob, -weight * advantage, "cut" if weight != ratio else ""
@@ -200,8 +200,6 @@ def step(how: Algorithm, batch: list[Written], longest: int) -> Step:
             each = share(how, batch, one, longest)
             loss, derivative, fate = token(how, one, at, gained[id(at)], limit)
             found.loss += each * loss
-            if how.loss == "gspo":  # every token of the trajectory moves the one ratio by its share
-                derivative = sum(token(how, one, t, gained[id(t)], limit)[1] for t in one.trained) / len(one.trained)
             found.gradients[id(at)] = each * derivative
             if how.kl_coef:
                 value, slope = divergence(how.kl, at.logprob - at.reference)

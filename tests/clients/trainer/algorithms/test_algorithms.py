@@ -107,10 +107,6 @@ def m2po(logprobs: torch.Tensor) -> torch.Tensor:
     return losses.m2po(logprobs, drawn(6, seed=2), drawn(6, seed=3), limit=1.0).loss
 
 
-def gspo(logprobs: torch.Tensor) -> torch.Tensor:
-    return sequence_losses.gspo(logprobs, drawn(6, seed=2), drawn(6, seed=3), ROW, gspo_low=0.5, gspo_high=0.5).loss
-
-
 def opsm(logprobs: torch.Tensor) -> torch.Tensor:
     return sequence_losses.opsm(
         logprobs, drawn(6, seed=2), drawn(6, seed=3), ROW, clip_low=0.9, clip_high=3.0, opsm_delta=0.5
@@ -125,7 +121,7 @@ def k3(logprobs: torch.Tensor) -> torch.Tensor:
     return kl_loss("k3", logprobs, drawn(6, seed=2))
 
 
-@pytest.mark.parametrize("function", [ppo, m2po, gspo, opsm, k2, k3])
+@pytest.mark.parametrize("function", [ppo, m2po, opsm, k2, k3])
 def test_losses_whose_gradient_is_their_derivative_pass_gradcheck(
     function: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
