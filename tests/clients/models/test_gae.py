@@ -30,7 +30,8 @@ def ours(batch: Sequence[Trajectory], gamma: float, gae_lambda: float) -> list[f
     """Advantages of the trained tokens, as the objective computes them."""
     mask = torch.tensor([trained for one in batch for trained in one[3]], dtype=torch.bool)
     steps = trained_lengths(mask, torch.tensor([len(one[3]) for one in batch]))
-    costs, values = (torch.tensor([each for one in batch for each in one[column]])[mask] for column in (1, 2))
+    costs = torch.tensor([cost for one in batch for cost in one[1]])[mask]
+    values = torch.tensor([value for one in batch for value in one[2]])[mask]
     earned = token_rewards(torch.tensor([one[0] for one in batch]), steps, costs)
     return gae(earned, values, steps, gamma=gamma, gae_lambda=gae_lambda).tolist()
 

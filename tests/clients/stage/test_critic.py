@@ -102,7 +102,7 @@ def test_it_learns_from_trained_tokens_only(critic: Make, tmp_path: Path) -> Non
     judge.accepted([without, without], going_on)
     assert (judge.steps, float(bias.detach())) == (1, 0.0)
     sums: list[torch.Tensor] = []
-    bias.register_hook(sums.append)
+    bias.register_hook(sums.append)  # type: ignore[no-untyped-call]
     judge.accepted([with_turn, with_turn], going_on)
     reward = float(with_turn.payload.stages["stage/reward/reward"][0])
     assert float(sum(sums)) == pytest.approx(-reward)  # the mean of 3 equal errors in each trajectory
