@@ -442,14 +442,14 @@ class Algorithm(Section, frozen=True, kw_only=True):
     [N], group_ids [N]) -> [N]``, on tensors. If it has an argument ``stages``, it also gets the stage columns with one
     value for each sample."""
     loss: Text = "ppo_clip"
-    """``ppo_clip``, ``gspo``, ``cispo``, ``aipo``, ``m2po``, ``opsm``; all but the first bound the ratio to the engine,
-    so they need no ``correction``. Or the import path of ``f(logprobs, old, behavior, advantages, row) -> loss``,
-    tensors over the trained tokens of some whole trajectories; the mean over the batch's tokens is trained. If it has
-    an argument ``stages``, it also gets the stage columns with one value for each token."""
+    """``ppo_clip``, ``gspo``, ``cispo``, ``aipo``, ``m2po``, ``opsm``; all but the first two bound the ratio to the
+    engine, so they need no ``correction``. Or the import path of ``f(logprobs, old, behavior, advantages, row) ->
+    loss``, tensors over the trained tokens of some whole trajectories; the mean over the batch's tokens is trained. If
+    it has an argument ``stages``, it also gets the stage columns with one value for each token."""
     ratio_to: Literal["old", "behavior"] = "old"
-    """Denominator of PPO's ratio. ``old``: the weights at the start of the step; the clip is then idle, and
-    ``correction`` accounts for staleness. ``behavior``: the engine's; the clip then accounts for staleness, and stale
-    tokens lose their gradient."""
+    """Denominator of the ratio of ``ppo_clip`` and ``gspo``. ``old``: the weights at the start of the step; the clip is
+    then idle, and ``correction`` accounts for staleness. ``behavior``: the engine's; the clip then accounts for
+    staleness, and stale tokens lose their gradient."""
     clip_low: PositiveFloat = 0.2
     """PPO's ratio is clipped below 1 - ``clip_low``."""
     clip_high: PositiveFloat = 0.2
@@ -475,8 +475,9 @@ class Algorithm(Section, frozen=True, kw_only=True):
     sequence_cap: PositiveFloat = 2.0
     """Products above this value become 0. Products of long trajectories vary widely, so many exceed it."""
     gspo_low: PositiveFloat = 3e-4
-    """The length-normalised ratio of a trajectory is clipped below 1 - ``gspo_low``. Staleness moves it much further
-    than the mini-batches of one step do: widen both bounds with ``staleness.max_staleness``."""
+    """The length-normalised ratio of a trajectory is clipped below 1 - ``gspo_low``. The paper's bounds, for ratios
+    within one step. Numeric noise between engine and trainer alone exceeds them, and staleness more so: with
+    ``ratio_to = "behavior"`` both must be set, for example to 0.01."""
     gspo_high: PositiveFloat = 4e-4
     """The same ratio is clipped above 1 + ``gspo_high``."""
     cispo_low: PositiveFloat = 1.0
@@ -492,16 +493,21 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """Bad trajectories from which the model has diverged by more than this, in nats a token, are left out."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the divergence from the reference model; above 0 it starts the reference stage. 0: no such term."""
-    kl: Literal["k1", "k2", "k3"] = "k3"
+    kl: Literal["k1", "k2", "k3"] = "k2"
     """Estimator of the divergence. ``k2`` has the gradient of KL, ``k1`` the same with an unbiased value. ``k3`` pushes
-    less on tokens of which the model is surer than the reference."""
+    less on tokens of which the model is surer than the reference, and exponentially more on the others: with a
+    ``kl_coef`` of 0.001, one token 10 nats below the reference has 28 times the gradient of the mean token."""
     kl_in_reward: bool = False
     """Subtract ``kl_coef`` x (engine - reference) log-probabilities from each token's reward instead (``gae``,
     ``reinforce_pp``)."""
     gamma: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Discount for each token (``gae``)."""
     gae_lambda: Share = 1.0
-    """Trace decay of ``gae``: 1 uses the returns, without bias; 0 uses the critic, without noise."""
+    """Trace decay of ``gae``: 1 uses the returns, without bias; 0 uses the critic, without noise. Below 1, only the
+    last tokens get a share of the reward until the critic has learned: set ``trainer.critic_warmup``."""
+    whiten_advantages: bool = True
+    """Give the advantages of ``gae`` mean 0 and deviation 1 over the trained tokens of the batch, as PPO in verl and
+    TRL does. Without it, the size of the step follows the scale of the rewards and falls as the critic learns."""
 
 
 class Trainer(Section, frozen=True, kw_only=True):
@@ -552,6 +558,11 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Weight decay of AdamW, applied to each weight matrix for each step, scaled by the learning rate."""
     warmup_steps: NonNegative = 0
     """Number of steps of linear learning-rate warm-up."""
+    critic_warmup: NonNegative = 0
+    """Number of first steps in which the policy does not change, while the critic of ``gae`` learns from their batches;
+    the learning-rate warm-up and schedule start after them. Groups of the first ``staleness.max_staleness`` steps after
+    it still have values from within it. 0: the critic starts at 0, which is right for ``gae_lambda`` 1 (the returns
+    are then the advantages) and wrong below."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or falling to ``lr_min_share`` of ``lr`` at the last step."""
     lr_min_share: Share = 0.0

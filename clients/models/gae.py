@@ -1,22 +1,32 @@
 # pyright: basic, reportMissingImports=false
 """Per-token rewards and returns: generalised advantage estimation with a critic, and divergence as a cost.
 
-The inputs hold all completion tokens of a rank, flat [T], trajectory after trajectory; ``lengths`` [N] integer sums to
-T. Untrained tokens are steps of the trajectory as well, so that later rewards still reach earlier tokens.
+The inputs hold the *trained* tokens of a rank, flat [T], trajectory after trajectory; ``lengths`` [N] integer counts
+those of each trajectory and sums to T (``trained_lengths``). Tokens of the environment are no actions, so they are no
+steps: the token after the last one of a turn is the first trained token of the next turn. If they counted, 500 tokens
+of a tool would multiply the next turn's share of an advantage by lambda^500, which is 7e-12 at 0.95. verl's
+``compute_gae_advantage_return`` likewise carries value and advantage across a masked token.
 """
 
 import torch
 from torch import Tensor
 
 
+def trained_lengths(mask: Tensor, lengths: Tensor) -> Tensor:
+    """Count the trained tokens of each trajectory: ``mask`` [M] bool over all completion tokens, ``lengths`` [N] sums
+    to M -> [N] int64."""
+    row = torch.arange(len(lengths), device=mask.device).repeat_interleave(lengths.to(mask.device))
+    return torch.zeros(len(lengths), dtype=torch.int64, device=mask.device).index_add(0, row, mask.to(torch.int64))
+
+
 def token_rewards(rewards: Tensor, lengths: Tensor, costs: Tensor | None = None) -> Tensor:
-    """Assign the trajectory's reward to its last token, minus each token's own cost; [N], [N], [T] -> [T] float32::
+    """Assign the trajectory's reward to its last trained token, minus each token's cost; [N], [N], [T] -> [T] float32::
 
         r_t = [t is last] * R - cost_t
 
-    The reward of a trajectory without tokens is dropped. With ``costs = kl_coef * (behaviour - reference)`` this is the
-    reward of RLHF, whose penalty is per token: Ouyang et al., InstructGPT (arXiv 2203.02155), section 3.5 and equation
-    2.
+    The reward of a trajectory without trained tokens is dropped. With ``costs = kl_coef * (behaviour - reference)``
+    this is the reward of RLHF, whose penalty is per token: Ouyang et al., InstructGPT (arXiv 2203.02155), section 3.5
+    and equation 2.
     """
     result = torch.zeros(int(lengths.sum()), dtype=torch.float32, device=rewards.device)
     some = lengths > 0
@@ -27,8 +37,8 @@ def token_rewards(rewards: Tensor, lengths: Tensor, costs: Tensor | None = None)
 def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:
     """Generalised advantage estimation, backwards over each trajectory; [T] float32.
 
-    ``rewards`` [T], ``values`` [T]: the critic's estimate *before* the token, for the state in which it was chosen. The
-    end of a trajectory ends the episode, even at the length limit::
+    ``rewards`` [T], ``values`` [T]: the critic's estimate *before* the token, for the state in which it was chosen; t +
+    1 is the trajectory's next trained token. The end of a trajectory ends the episode, even at the length limit::
 
         delta_t = r_t + gamma * V_{t+1} - V_t,   V after the last token = 0
         A_t     = delta_t + gamma * lambda * A_{t+1}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from staleflow.clients.models.files import load_model
-from staleflow.clients.models.gae import gae, token_rewards
+from staleflow.clients.models.gae import gae, token_rewards, trained_lengths
 from staleflow.clients.stage.critic_files import CriticFiles
 from staleflow.clients.stage.model_stage import Ended, Stopping
 from staleflow.clients.stage.reference import Limits, finite, on_device, within
@@ -107,17 +107,21 @@ class Critic:
         self._saved = self.steps
 
     def _learn(self, payloads: Sequence[GroupPayload], stopping: Stopping) -> None:
-        """Take one step on the mean squared error over all completion tokens; skip a step whose loss or gradient is
-        not finite."""
+        """Take one step on the mean squared error over all trained tokens; skip a step whose loss or gradient is not
+        finite.
+
+        Advantages use no value of an environment's token, so none is learned.
+        """
         rows = rows_of(payloads)
-        targets = np.zeros(rows.input_ids.shape, np.float32)
-        targets[rows.completions] = np.concatenate([returns(payload, self._algorithm) for payload in payloads])
-        tokens, loss, errors = max(1, int(rows.completions.sum())), 0.0, np.zeros_like(targets)
+        trained, targets = np.zeros_like(rows.completions), np.zeros(rows.input_ids.shape, np.float32)
+        trained[rows.completions] = np.concatenate([payload.loss_mask != 0 for payload in payloads])
+        targets[trained] = np.concatenate([returns(payload, self._algorithm) for payload in payloads])
+        tokens, loss, errors = max(1, int(trained.sum())), 0.0, np.zeros_like(targets)
         for which, width in rows.passes(self._trainer.micro_tokens):
             if stopping():
                 self._adam.zero_grad()
                 raise Ended
-            mask = torch.from_numpy(rows.completions[which, :width]).to(self._device)
+            mask = torch.from_numpy(trained[which, :width]).to(self._device)
             target = torch.from_numpy(targets[which, :width]).to(self._device)
             error = torch.where(mask, target - self._model(*on_device(rows, which, width, self._device)), 0.0)
             part = 0.5 * (error**2).sum() / tokens
@@ -128,7 +132,7 @@ class Critic:
         self.steps += 1
         if np.isfinite(loss) and np.isfinite(norm):
             self._adam.step()
-            share = explained(errors[rows.completions], targets[rows.completions])
+            share = explained(errors[trained], targets[trained])
             line = "critic step %d: loss %.5f, explained variance %.4f, gradient norm %.4f, %d tokens"
             log.info(line, self.steps, loss, share, norm, tokens)
         else:
@@ -137,21 +141,22 @@ class Critic:
 
 
 def returns(payload: GroupPayload, algorithm: Algorithm) -> np.ndarray:
-    """Return of each completion token's state, [T]: the discounted sum of the rewards from that token on.
+    """Return of each trained token's state, [T]: the discounted sum of the rewards from that token on.
 
     This is the Monte Carlo return (lambda = 1) whatever lambda the policy's advantages use, so that the targets do not
-    contain the critic's own bias. The reward is the trainer's: at the last token, less the divergence if that is part
-    of the reward.
+    contain the critic's own bias. Steps and rewards are the trainer's: trained tokens, with the reward at the last one,
+    less the divergence if that is part of the reward.
 
     Source: Yuan et al., VC-PPO (arXiv 2503.01491), decoupled GAE.
     """
+    mask = payload.loss_mask != 0
     costs, reference = None, payload.stages.get(f"{STAGE}reference/logprobs")
     if algorithm.kl_in_reward and reference is not None:
         distance = algorithm.kl_coef * (payload.logprobs - reference)
-        costs = torch.from_numpy(np.where(payload.loss_mask != 0, distance, 0.0).astype(np.float32))
-    lengths = torch.from_numpy(payload.lengths.astype(np.int64))
-    earned = token_rewards(torch.from_numpy(payload.stages[REWARD_COLUMN].copy()), lengths, costs)
-    return gae(earned, torch.zeros_like(earned), lengths, gamma=algorithm.gamma, gae_lambda=1.0).numpy()
+        costs = torch.from_numpy(distance[mask].astype(np.float32))
+    steps = trained_lengths(torch.from_numpy(mask), torch.from_numpy(payload.lengths.astype(np.int64)))
+    earned = token_rewards(torch.from_numpy(payload.stages[REWARD_COLUMN].copy()), steps, costs)
+    return gae(earned, torch.zeros_like(earned), steps, gamma=algorithm.gamma, gae_lambda=1.0).numpy()
 
 
 def explained(errors: np.ndarray, targets: np.ndarray) -> float:

@@ -179,8 +179,10 @@ class TorchTrainer:
         started_at, scale = time.monotonic(), self._objective.scale()
         values = batch_values(batch, self._ranks.gather) | self._objective.values()
         learns = values["trainer/tokens"] > 0  # on any rank; AdamW would move the weights even for a zero gradient
+        # during the critic's warm-up neither weights nor moments move: its advantages are not the critic's yet
+        moves = learns and step >= self._config.trainer.critic_warmup
         try:
-            norm = self.learner.step(step, scale=scale, take=learns and math.isfinite(values["loss"]))
+            norm = self.learner.step(step, scale=scale, take=moves and math.isfinite(values["loss"]))
         except (MemoryError, RuntimeError) as error:
             if out_of_memory(error):
                 raise self._no_room_to_step(batch, error) from error

@@ -18,7 +18,7 @@ from staleflow.configs.loading.row_files import prompt_row
 from staleflow.configs.metrics import read_token
 from staleflow.configs.pools import pools
 from staleflow.configs.rewards import components
-from staleflow.configs.rules import sampling
+from staleflow.configs.rules import algorithm, sampling
 from staleflow.configs.rules.checks import check_rows, import_paths
 from staleflow.configs.schema import Config, Prompts
 from staleflow.configs.stages import stages
@@ -46,7 +46,7 @@ def present(config: Config, ask: Probe = probe.ask, count_gpus: Callable[[], int
 
     Logs a warning for settings that work and that few runs want.
     """
-    for text in sampling.warnings(config):
+    for text in (*sampling.warnings(config), *algorithm.warnings(config.trainer)):
         log.warning("%s", text)
     check_packages(config)
     check_gpus(config, count_gpus)

@@ -9,13 +9,16 @@ from typing import Final, Literal
 import msgspec
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.schema import Algorithm, Config
+from staleflow.configs.schema import Algorithm, Config, Trainer
 
 ADVANTAGES: Final = ("dr_grpo", "gae", "grpo", "reinforce_pp", "rloo")
 LOSSES: Final = ("aipo", "cispo", "gspo", "m2po", "opsm", "ppo_clip")
 PER_TOKEN: Final = ("gae", "reinforce_pp")
 """Advantages with one value for each token, whose rewards may include the divergence."""
 
+TO_OLD: Final = ("gspo", "ppo_clip")
+"""Losses whose ratio may be to the old policy (``ratio_to``), with a ``correction`` for that policy's distance from the
+engine."""
 
 IN_GROUP: Final = ("dr_grpo", "grpo", "rloo")
 """Advantages relative to the group itself: if all rewards of a group are equal, they are 0."""
@@ -56,19 +59,47 @@ def check_algorithm(algorithm: Algorithm) -> None:
         raise ConfigError(
             _key("tis_cap"), algorithm.tis_cap, f"tis_cap_by_age replaces it; leave it at {_default('tis_cap')!r}"
         )
+    if algorithm.loss == "gspo" and algorithm.ratio_to == "behavior":
+        for key in ("gspo_low", "gspo_high"):
+            if (value := getattr(algorithm, key)) == _default(key):
+                allowed = 'with ratio_to "behavior" numeric noise alone exceeds it; set it, for example to 0.01'
+                raise ConfigError(_key(key), value, allowed)
     for meaningful, keys, allowed in _conditions(algorithm):
         for key in () if meaningful else keys:
             if (value := getattr(algorithm, key)) != _default(key):
                 raise ConfigError(_key(key), value, f"{allowed}; leave it at {_default(key)!r}")
 
 
+def check_critic_warmup(trainer: Trainer) -> None:
+    """Raise ``ConfigError`` if there is no critic to warm up, or if the policy would never be trained."""
+    steps = trainer.critic_warmup
+    if steps and trainer.algorithm.advantage != "gae":
+        allowed = 'the run has no critic: trainer.algorithm.advantage is not "gae"; leave it at 0'
+        raise ConfigError("trainer.critic_warmup", steps, allowed)
+    if steps >= trainer.steps:
+        allowed = f"the policy is trained after it: it must be below trainer.steps = {trainer.steps}"
+        raise ConfigError("trainer.critic_warmup", steps, allowed)
+
+
+def warnings(trainer: Trainer) -> Iterator[str]:
+    """Yield a line for settings of the algorithm that work and that few runs want."""
+    decay = trainer.algorithm.gae_lambda
+    if trainer.algorithm.advantage == "gae" and decay < 1 and not trainer.critic_warmup:
+        yield (
+            f"trainer.algorithm.gae_lambda is {decay:g} and trainer.critic_warmup is 0: until the critic has learned, "
+            f"a token n steps before the reward gets {decay:g}^n of it; set trainer.critic_warmup, for example to 20, "
+            "or leave gae_lambda at 1"
+        )
+
+
 def _conditions(algorithm: Algorithm) -> Iterator[tuple[bool, tuple[str, ...], str]]:
     """Yield (whether the keys apply, the keys, when they apply)."""
-    loss, to_old = algorithm.loss, algorithm.loss == "ppo_clip" and algorithm.ratio_to == "old"
+    loss, to_old = algorithm.loss, algorithm.loss in TO_OLD and algorithm.ratio_to == "old"
     clips = ("clip_low", "clip_high", "dual_clip")
     yield loss in ("ppo_clip", "opsm"), clips, 'it is a bound of the losses "ppo_clip" and "opsm"'
-    yield loss == "ppo_clip", ("ratio_to",), 'the loss "ppo_clip" alone has the choice'
-    yield to_old, ("correction",), 'it corrects "ppo_clip" with ratio_to "old"; the others are corrections themselves'
+    yield loss in TO_OLD, ("ratio_to",), 'only the losses "gspo" and "ppo_clip" have the choice'
+    corrects = 'it corrects "gspo" and "ppo_clip" with ratio_to "old"; the others are corrections themselves'
+    yield to_old, ("correction",), corrects
     for correction, keys in (
         ("tis", ("tis_cap", "tis_cap_by_age")),
         ("masked_is", ("mask_low", "mask_high")),
@@ -85,7 +116,8 @@ def _conditions(algorithm: Algorithm) -> Iterator[tuple[bool, tuple[str, ...], s
         yield loss == name, keys, f'it is a bound of the loss "{name}"'
     yield algorithm.kl_coef > 0 and not algorithm.kl_in_reward, ("kl",), "it is the estimator of a KL term in the loss"
     yield algorithm.advantage in PER_TOKEN, ("kl_in_reward",), 'it is for the advantages "gae" and "reinforce_pp"'
-    yield algorithm.advantage == "gae", ("gamma", "gae_lambda"), 'it is a key of the advantage "gae"'
+    of_gae = ("gamma", "gae_lambda", "whiten_advantages")
+    yield algorithm.advantage == "gae", of_gae, 'it is a key of the advantage "gae"'
 
 
 def _default(key: str) -> object:

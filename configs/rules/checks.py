@@ -271,6 +271,7 @@ def _algorithm(config: Config) -> None:
     if not all(0 <= beta < 1 for beta in config.trainer.betas):
         raise ConfigError("trainer.betas", list(config.trainer.betas), "each must be at least 0 and below 1")
     algorithm.check_algorithm(config.trainer.algorithm)
+    algorithm.check_critic_warmup(config.trainer)
 
 
 def check_ranks(config: Config, nproc: int) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from staleflow.configs.errors import shown
+from staleflow.configs.rules.algorithm import TO_OLD
 from staleflow.configs.schema import Algorithm, Config, Rollout
 
 SHAPING = ("top_p", "top_k", "min_p", "repetition_penalty")
@@ -27,13 +28,13 @@ def warnings(config: Config) -> Iterator[str]:
 
 def _ignores_engine(algorithm: Algorithm) -> bool:
     """Return whether the loss makes no use of the engines' log-probabilities."""
-    corrects = algorithm.loss != "ppo_clip" or algorithm.ratio_to == "behavior" or algorithm.correction != "none"
+    corrects = algorithm.loss not in TO_OLD or algorithm.ratio_to == "behavior" or algorithm.correction != "none"
     return not corrects and not algorithm.kl_in_reward
 
 
 def _biased(algorithm: Algorithm) -> str:
     """Return the first part of the loss that divides by the engines' probabilities."""
-    if algorithm.loss == "ppo_clip" and algorithm.ratio_to == "old":
+    if algorithm.loss in TO_OLD and algorithm.ratio_to == "old":
         if algorithm.correction == "none":
             return "the divergence of trainer.algorithm.kl_in_reward"
         return f"the weight of trainer.algorithm.correction {shown(algorithm.correction)}"

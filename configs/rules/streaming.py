@@ -26,6 +26,9 @@ def check_streaming(config: Config) -> None:
         raise ConfigError("simulation.publish", "start", allowed)
     algorithm = trainer.algorithm
     _group_alone("advantage", algorithm.advantage, ADVANTAGES)
+    if algorithm.advantage == "gae" and algorithm.whiten_advantages:
+        allowed = "it needs all advantages of the batch; with trainer.streaming it must be false"
+        raise ConfigError("trainer.algorithm.whiten_advantages", True, allowed)
     _group_alone("loss", algorithm.loss, LOSSES)
 
 

@@ -92,7 +92,7 @@ def test_an_empty_one_on_the_command_line_takes_back_that_of_the_file(write: Wri
 
 
 def test_what_a_preset_set_and_does_not_go_with_the_rest_is_laid_to_the_preset(write: Write) -> None:
-    keys = ["rollout.on_update=keep", "trainer.algorithm.loss=gspo"]
+    keys = ["rollout.on_update=keep", "trainer.algorithm.loss=cispo"]
     by_verl = r'^trainer\.algorithm\.ratio_to is "behavior"; .*; preset "verl" sets it$'
     with pytest.raises(ConfigError, match=by_verl):
         load(write(), ["preset=verl", *keys])

@@ -70,20 +70,24 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (centred * (count / (count - 1).clamp(min=1))[group]).to(torch.float32)
 
 
-def normalised(advantages: Tensor, mask: Tensor, reduce: Reduction, eps: float = 1e-6) -> Tensor:
-    """Whiten over the trained tokens of the whole batch, on all ranks: REINFORCE++ with per-token returns.
+def whitened(advantages: Tensor, reduce: Reduction, eps: float = 1e-6) -> Tensor:
+    """Whiten over the trained tokens of the whole batch, on all ranks.
 
-    ``advantages`` [T] (the reward of the token's trajectory, minus the remaining cost of divergence from a reference),
-    ``mask`` [T] bool (trained) -> [T] float32; population deviation, and 0 for a batch of equal values::
+    ``advantages`` [T], one for each trained token of the rank -> [T] float32; population deviation, and 0 for a batch
+    of equal values::
 
         A'_t = (A_t - mean(A)) / (std(A) + eps),  mean and std over the trained tokens of the batch
 
+    For ``reinforce_pp``, ``A_t`` is the reward of the token's trajectory minus the remaining cost of divergence from a
+    reference; for ``gae``, it is what the critic did not expect.
+
     Source: Hu et al., REINFORCE++ (arXiv 2501.03262v9), section 3.1, equation 5: one baseline and scale for the batch,
-    no group.
+    no group. For GAE: ``masked_whiten`` in the PPO of verl (``compute_gae_advantage_return``) and of TRL 0.20.
+    Both divide by the sample's variance plus 1e-8, which differs by a factor of sqrt(1 - 1 / T).
     """
-    chosen = advantages[mask].to(torch.float64)
+    chosen = advantages.to(torch.float64)
     count, total = reduce.sum(torch.stack([torch.ones_like(chosen).sum(), chosen.sum()])).unbind()
     mean = total / count.clamp(min=1)
     squares = reduce.sum(((chosen - mean) ** 2).sum().reshape(1))[0]
     spread = (squares / count.clamp(min=1)).sqrt()
-    return ((advantages.to(torch.float64) - mean) / (spread + eps)).to(torch.float32)
+    return ((chosen - mean) / (spread + eps)).to(torch.float32)

@@ -79,8 +79,12 @@ def token_loss(algorithm: Algorithm) -> Callable[[TrainedTokens, float], TokenLo
             return lambda at, _: _ppo(algorithm, at)
         case "gspo":
             low, high = algorithm.gspo_low, algorithm.gspo_high
-            return lambda at, _: sequence_losses.gspo(
-                at.logprobs, at.behavior, at.advantages, at.row, gspo_low=low, gspo_high=high
+            return lambda at, _: _corrected(
+                algorithm,
+                at,
+                sequence_losses.gspo(
+                    at.logprobs, _denominator(algorithm, at), at.advantages, at.row, gspo_low=low, gspo_high=high
+                ),
             )
         case "cispo":
             low, high = algorithm.cispo_low, algorithm.cispo_high
@@ -105,17 +109,24 @@ def token_loss(algorithm: Algorithm) -> Callable[[TrainedTokens, float], TokenLo
 
 
 def _ppo(algorithm: Algorithm, at: TrainedTokens) -> TokenLoss:
-    """PPO-clip relative to the old policy with its correction, or relative to the engine's policy without one."""
-    to_old = algorithm.ratio_to == "old"
     clipped = losses.ppo_clip(
         at.logprobs,
-        at.old if to_old else at.behavior,
+        _denominator(algorithm, at),
         at.advantages,
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
         dual_clip=algorithm.dual_clip,
     )
-    if not to_old:
+    return _corrected(algorithm, at, clipped)
+
+
+def _denominator(algorithm: Algorithm, at: TrainedTokens) -> Tensor:
+    return at.old if algorithm.ratio_to == "old" else at.behavior
+
+
+def _corrected(algorithm: Algorithm, at: TrainedTokens, clipped: TokenLoss) -> TokenLoss:
+    """Weight a loss relative to the old policy by the correction; one relative to the engine's needs none."""
+    if algorithm.ratio_to != "old":
         return clipped
     correction = correct(algorithm, at.old, at.behavior, at.row, at.age)
     return TokenLoss(

@@ -8,10 +8,10 @@ the weights being updated. There is one optimiser step per batch, so old always 
 
 The denominator of the ratio:
 
-- ``ppo_clip`` with ``ratio_to = "old"``: old. This step cannot change the difference between behaviour and old; the
-  ``correction`` accounts for it (decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298; IcePop and
-  TIS likewise). The clip has no effect as long as a batch is one step.
-- ``ppo_clip`` with ``ratio_to = "behavior"``, ``gspo``, ``cispo``, ``aipo``, ``m2po``, ``opsm``: behaviour. Their
+- ``ppo_clip`` and ``gspo`` with ``ratio_to = "old"``: old. This step cannot change the difference between
+  behaviour and old; the ``correction`` accounts for it (decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL, arXiv
+  2505.24298; IcePop and TIS likewise). The clip has no effect as long as a batch is one step.
+- ``ppo_clip`` and ``gspo`` with ``ratio_to = "behavior"``, ``cispo``, ``aipo``, ``m2po``, ``opsm``: behaviour. Their
   papers call it old or mu and mean the sampling policy; the ratio is itself the correction, and its bound limits
   staleness. No further correction is applied.
 

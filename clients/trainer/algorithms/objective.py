@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from staleflow.clients.models.gae import gae, returns_to_go, token_rewards
-from staleflow.clients.trainer.algorithms.advantages import normalised
+from staleflow.clients.models.gae import gae, returns_to_go, token_rewards, trained_lengths
+from staleflow.clients.trainer.algorithms.advantages import whitened
 from staleflow.clients.trainer.algorithms.aggregation import aggregation_of, scale, weights
 from staleflow.clients.trainer.algorithms.choice import TrainedTokens, group_advantage, token_loss
 from staleflow.clients.trainer.algorithms.kl import kl_loss
@@ -216,15 +216,24 @@ class Objective:
             columns = {name: torch.from_numpy(column) for name, column in numbers.items()}
             each = self._group_advantage(rewards, torch.from_numpy(batch.group_ids), stages, columns)
             return each.repeat_interleave(lengths)
-        mask, costs = _flat(batch, batch.loss_mask), None
+        mask, costs = torch.from_numpy(batch.loss_mask[batch.completions]), None
+        steps = trained_lengths(mask, lengths)
+
+        def trained(column: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(column[batch.completions])[mask]
+
         if algorithm.kl_in_reward:
-            distance = _flat(batch, batch.behavior_logprobs) - _flat(batch, _column(batch.token_stages, REFERENCE))
-            costs = torch.where(mask, algorithm.kl_coef * distance, torch.zeros_like(distance))
-        earned = token_rewards(rewards, lengths, costs)
+            reference = trained(_column(batch.token_stages, REFERENCE))
+            costs = algorithm.kl_coef * (trained(batch.behavior_logprobs) - reference)
+        earned = token_rewards(rewards, steps, costs)
         if algorithm.advantage == "gae":
-            critic = _flat(batch, _column(batch.token_stages, VALUES))
-            return gae(earned, critic, lengths, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda)
-        return normalised(returns_to_go(earned, lengths).to(self._device), mask.to(self._device), self._reduce)
+            critic = trained(_column(batch.token_stages, VALUES))
+            each = gae(earned, critic, steps, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda)
+        else:
+            each = returns_to_go(earned, steps)
+        if algorithm.advantage == "reinforce_pp" or algorithm.whiten_advantages:
+            each = whitened(each.to(self._device), self._reduce)
+        return torch.zeros(len(mask)).masked_scatter(mask, each.cpu())
 
     def _advantages_of_trained(self, tokens: Tokens) -> Tensor:
         return self._advantages[self._places(tokens.row)[tokens.mask]]
@@ -251,11 +260,6 @@ class Objective:
         self._sums += torch.stack([part.detach().to(torch.float64) for part in parts])
         clipped = result.low | result.high
         self._mismatch.add(at.old, at.behavior, at.age, truncated=result.truncated, clipped=clipped)
-
-
-def _flat(batch: TrainBatch, column: NDArray[Any]) -> Tensor:
-    """Return the completion tokens of a padded column, trajectory after trajectory."""
-    return torch.from_numpy(column[batch.completions])
 
 
 def _column(stages: Mapping[str, Column], name: str) -> Column:

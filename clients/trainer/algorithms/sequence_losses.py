@@ -1,5 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""Losses based on a whole trajectory's distance from the engine. ``row`` [T] is the trajectory of each token."""
+"""Losses based on a whole trajectory's distance from the engine or the old policy.
+
+``row`` [T] is the trajectory of each token.
+"""
 
 import torch
 from torch import Tensor
@@ -16,19 +19,21 @@ def row_mean(values: Tensor, row: Tensor) -> Tensor:
 
 
 def gspo(
-    logprobs: Tensor, behavior: Tensor, advantages: Tensor, row: Tensor, *, gspo_low: float, gspo_high: float
+    logprobs: Tensor, old: Tensor, advantages: Tensor, row: Tensor, *, gspo_low: float, gspo_high: float
 ) -> TokenLoss:
-    """Apply PPO's clip to one length-normalised ratio per trajectory; every token carries the trajectory's loss::
+    """Apply PPO's clip to one length-normalised ratio per trajectory, through which each token has its own gradient::
 
-        s_i    = exp(1 / |y_i| * sum_t (logp_t - behaviour_t))
-        loss_i = -min(s_i * A_i, clip(s_i, 1 - gspo_low, 1 + gspo_high) * A_i)
+        s_i    = exp(1 / |y_i| * sum_t (logp_t - old_t))
+        s_t    = s_i * exp(logp_t - logp_t), with the second logp_t and s_i constant
+        loss_t = -min(s_t * A_t, clip(s_t, 1 - gspo_low, 1 + gspo_high) * A_t)
 
-    Intended for ``Aggregation.SEQUENCE_MEAN``, which turns the equal tokens into one term per trajectory. With
-    advantages that vary within a trajectory, this equals the paper's GSPO-token in value but not in gradient.
+    Intended for ``Aggregation.SEQUENCE_MEAN``. For equal advantages and weights in a trajectory, value and gradient are
+    those of one term per trajectory (GSPO). Where they vary (``gae``, a ``correction``), each token's gradient has its
+    own (GSPO-token).
 
-    Source: Zheng et al., GSPO (arXiv 2507.18071v2), section 4.1, equations 5 and 7.
+    Source: Zheng et al., GSPO (arXiv 2507.18071v2), section 4.1, equations 5 and 7, and section 4.3 (GSPO-token).
     """
-    distance = row_mean(logprobs - behavior.detach(), row)
+    distance = row_mean((logprobs - old).detach(), row) + (logprobs - logprobs.detach())
     # the distance is already a log-ratio, so the denominator that ppo_clip subtracts is 0
     return ppo_clip(distance, torch.zeros_like(distance), advantages, clip_low=gspo_low, clip_high=gspo_high)
 

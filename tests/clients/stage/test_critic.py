@@ -84,6 +84,30 @@ def test_divergence_is_a_part_of_the_target_where_it_is_a_part_of_the_reward() -
     assert returns(one.payload, gae_config(kl_coef=0.1).trainer.algorithm).tolist() == [1.0, 1.0]
 
 
+def test_tokens_of_the_environment_have_no_target_and_hide_no_reward() -> None:
+    one = group(1, lengths=(5, 2, 3))
+    one.payload.loss_mask = np.array([1, 0, 0, 1, 0, 0, 0, 1, 1, 1], np.uint8)
+    one.payload.stages["stage/reward/reward"] = np.array([1.0, 7.0, 2.0], np.float32)
+    algorithm = gae_config(gamma=0.5).trainer.algorithm
+    assert returns(one.payload, algorithm).tolist() == [0.5, 1.0, 0.5, 1.0, 2.0]
+
+
+def test_it_learns_from_trained_tokens_only(critic: Make, tmp_path: Path) -> None:
+    """The turn of the environment, between two tokens of the model, changes neither loss nor weights."""
+    with_turn, without = group(1, lengths=(6,)), group(1, lengths=(6,))
+    with_turn.payload.loss_mask[:] = [1, 1, 0, 0, 0, 1]
+    without.payload.loss_mask[:] = 0
+    judge = critic(seed=None)
+    bias = judge._model.head.bias
+    judge.accepted([without, without], going_on)
+    assert (judge.steps, float(bias.detach())) == (1, 0.0)
+    sums: list[torch.Tensor] = []
+    bias.register_hook(sums.append)  # type: ignore[no-untyped-call]
+    judge.accepted([with_turn, with_turn], going_on)
+    reward = float(with_turn.payload.stages["stage/reward/reward"][0])
+    assert float(sum(sums)) == pytest.approx(-reward)  # the mean of 3 equal errors in each trajectory
+
+
 def told_apart(number: int) -> StageGroup:
     """Half of the groups are correct: those whose prompt begins with 1."""
     one = group(number, lengths=(3, 5))

@@ -184,6 +184,33 @@ def test_the_learning_rate_warms_up_and_stays(model_directory: Path) -> None:
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
 
 
+def test_the_policy_stays_while_the_critic_warms_up_and_then_starts_as_if_from_the_first_step(
+    model_directory: Path,
+) -> None:
+    """Neither weights nor moments of the optimizer move; a critic of 0 everywhere gives every step advantages."""
+
+    def valued(step: int) -> TrainBatch:
+        data = batch(step)
+        data.token_stages["critic/values"] = np.zeros_like(data.behavior_logprobs)
+        return data
+
+    def made(warmup: int) -> TorchTrainer:
+        how = {"advantage": "gae"}
+        return TorchTrainer(config(lr=0.01, warmup_steps=2, critic_warmup=warmup, algorithm=how), model_directory)
+
+    trainer, warm = made(2), made(0)
+    initial = copied(trainer)
+    results = [trainer.train(valued(step), Step(step), going_on) for step in range(2)]
+    assert [result.values["lr"] for result in results] == [0.0, 0.0]
+    assert all(result.values["grad_norm"] > 0 and not result.bad for result in results)
+    assert same(copied(trainer), initial)
+    for number in range(3):
+        late = trainer.train(valued(number), Step(2 + number), going_on)
+        assert late == warm.train(valued(number), Step(number), going_on)
+    assert not same(copied(trainer), initial)
+    assert same(copied(trainer), copied(warm))
+
+
 def test_gradient_clipping_bounds_the_gradient_and_reports_its_norm_from_before(model_directory: Path) -> None:
     trainer = TorchTrainer(config(grad_clip=1e-3), model_directory)
     norms: list[float] = []

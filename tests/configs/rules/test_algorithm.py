@@ -8,7 +8,7 @@ import pytest
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.load import load
 from staleflow.configs.loading.presence import present
-from staleflow.configs.rules.algorithm import ADVANTAGES, LOSSES, check_algorithm, filter_of
+from staleflow.configs.rules.algorithm import ADVANTAGES, LOSSES, check_algorithm, filter_of, warnings
 from staleflow.configs.rules.checks import import_paths
 from staleflow.configs.schema import Algorithm
 from tests.configs.conftest import MINIMAL, Write
@@ -36,12 +36,14 @@ def test_every_advantage_goes_with_every_loss(write: Write, advantage: str, loss
         ("gae_lambda=1.5", r"algorithm\.gae_lambda is 1\.5; it must be a number from 0"),
         ("correction=masked_is mask_low=5", r"mask_low is 5\.0; it must be below trainer\.algorithm\.mask_high = 5"),
         ("loss=gspo clip_low=0.1", r'clip_low is 0\.1; it is a bound of the losses "ppo_clip" and "opsm"; leave it at'),
-        ("loss=cispo correction=none", r'correction is "none"; it corrects "ppo_clip" with ratio_to "old"'),
-        ("ratio_to=behavior correction=none", r'correction is "none"; it corrects "ppo_clip" with ratio_to "old"'),
-        ("loss=aipo ratio_to=behavior", r'ratio_to is "behavior"; the loss "ppo_clip" alone has the choice'),
+        ("loss=cispo correction=none", r'correction is "none"; it corrects "gspo" and "ppo_clip" with'),
+        ("ratio_to=behavior correction=none", r'correction is "none"; it corrects "gspo" and "ppo_clip" with'),
+        ("loss=aipo ratio_to=behavior", r'ratio_to is "behavior"; only the losses "gspo" and "ppo_clip" have the'),
         ("correction=none tis_cap=3", r'tis_cap is 3\.0; it is a bound of the correction "tis"; leave it at 2\.0'),
         ("mask_high=3", r'mask_high is 3\.0; it is a bound of the correction "masked_is"'),
         ("sequence_cap=3", r'sequence_cap is 3\.0; it is a bound of the correction "masked_is_sequence"'),
+        ("loss=gspo ratio_to=behavior", r"gspo_low is 0\.0003; with ratio_to \"behavior\" numeric noise alone exceeds"),
+        ("loss=gspo ratio_to=behavior gspo_low=0.02", r"gspo_high is 0\.0004; .*; set it, for example to 0\.01"),
         ("gspo_low=0.1", r'gspo_low is 0\.1; it is a bound of the loss "gspo"'),
         ("cispo_high=1", r'cispo_high is 1\.0; it is a bound of the loss "cispo"'),
         ("aipo_cap=1", r'aipo_cap is 1\.0; it is a bound of the loss "aipo"'),
@@ -52,7 +54,8 @@ def test_every_advantage_goes_with_every_loss(write: Write, advantage: str, loss
         ("advantage=gae kl_in_reward=true", r"kl_in_reward is true; it needs trainer\.algorithm\.kl_coef above 0"),
         ("kl_coef=1 kl_in_reward=true", r'kl_in_reward is true; it is for the advantages "gae" and "reinforce_pp"'),
         ("gamma=0.9", r'gamma is 0\.9; it is a key of the advantage "gae"'),
-        ("loss=a:b correction=decoupled", r'correction is "decoupled"; it corrects "ppo_clip"'),
+        ("whiten_advantages=false", r'whiten_advantages is false; it is a key of the advantage "gae"; leave it at'),
+        ("loss=a:b correction=decoupled", r'correction is "decoupled"; it corrects "gspo" and'),
     ],
 )
 def test_what_means_nothing_or_contradicts_is_named(write: Write, keys: str, line: str) -> None:
@@ -60,12 +63,34 @@ def test_what_means_nothing_or_contradicts_is_named(write: Write, keys: str, lin
         load(write(MINIMAL), overrides(keys))
 
 
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ([], r"trainer\.critic_warmup is 5; the run has no critic: trainer\.algorithm\.advantage is not \"gae\""),
+        (["trainer.algorithm.advantage=gae", "trainer.steps=5"], r"critic_warmup is 5; .* below trainer\.steps = 5"),
+    ],
+)
+def test_a_warm_up_of_the_critic_needs_a_critic_and_a_step_after_it(write: Write, keys: list[str], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        load(write(MINIMAL), ["model.path=/m", "trainer.critic_warmup=5", *keys])
+
+
+def test_a_decaying_trace_over_a_critic_that_starts_cold_is_warned_about(write: Write) -> None:
+    decays, warm = "advantage=gae gae_lambda=0.95", "trainer.critic_warmup=5"
+    (line,) = warnings(load(write(MINIMAL), overrides(decays)).trainer)
+    assert line.startswith("trainer.algorithm.gae_lambda is 0.95 and trainer.critic_warmup is 0: until the critic has")
+    fine = ([*overrides(decays), warm], overrides("advantage=gae"), overrides("advantage=rloo"))
+    assert [list(warnings(load(write(MINIMAL), keys).trainer)) for keys in fine] == [[], [], []]
+
+
 def test_bounds_are_taken_where_they_mean_something(write: Write) -> None:
     for keys in (
         "clip_low=0.1 dual_clip=3 ratio_to=behavior",
+        "loss=gspo correction=masked_is gspo_low=0.001",
+        "loss=gspo ratio_to=behavior gspo_low=0.02 gspo_high=0.02",
         "loss=opsm clip_high=0.3 opsm_delta=0.1",
         "correction=masked_is mask_low=0.2",
-        "advantage=gae gamma=0.9 gae_lambda=0 kl_coef=0.1 kl_in_reward=true",
+        "advantage=gae gamma=0.9 gae_lambda=0 whiten_advantages=false kl_coef=0.1 kl_in_reward=true",
         "kl_coef=0.1 kl=k1",
     ):
         load(write(MINIMAL), overrides(keys))

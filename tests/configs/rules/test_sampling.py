@@ -39,7 +39,8 @@ def test_each_key_that_shapes_the_distribution_is_named(key: str, value: float, 
     ("algorithm", "part"),
     [
         ({"correction": "masked_is"}, 'the weight of trainer.algorithm.correction "masked_is"'),
-        ({"loss": "gspo"}, 'the ratio of trainer.algorithm.loss "gspo"'),
+        ({"loss": "gspo"}, 'the weight of trainer.algorithm.correction "tis"'),
+        ({"loss": "gspo", "ratio_to": "behavior"}, 'the ratio of trainer.algorithm.loss "gspo"'),
         ({"ratio_to": "behavior"}, 'the ratio of trainer.algorithm.loss "ppo_clip"'),
         (
             {"correction": "none", "advantage": "gae", "kl_coef": 0.1, "kl_in_reward": True},
@@ -61,6 +62,7 @@ def test_every_key_gives_a_line() -> None:
     [
         config({"temperature": 0.7, "stop": ["\n"], "top_p": 1.0}),
         config({"top_p": 0.9}, {"correction": "none"}),
+        config({"top_p": 0.9}, {"loss": "gspo", "correction": "none"}),
         config({"top_p": 0.9, "engine": "simulated"}),
         config({"top_p": 0.9}, backend="simulated"),
     ],

@@ -25,7 +25,7 @@ def config(algorithm: dict[str, Any] | None = None, **trainer: Any) -> Config:
     [
         {},
         {"advantage": "dr_grpo"},
-        {"advantage": "gae"},
+        {"advantage": "gae", "whiten_advantages": False},
         {"advantage": "rloo", "loss": "gspo"},
         {"loss": "mine.py:loss"},
         {"kl_coef": 0.1},
@@ -55,6 +55,12 @@ def test_every_rank_must_have_a_group_of_every_piece(nproc: int, groups: int) ->
             "trainer.algorithm.advantage",
             "mine.py:advantage",
             'it must be one of "dr_grpo", "gae", "grpo", "rloo"',
+        ),
+        (
+            config({"advantage": "gae"}),
+            "trainer.algorithm.whiten_advantages",
+            True,
+            "with trainer.streaming it must be false",
         ),
         (
             config({"loss": "m2po"}),

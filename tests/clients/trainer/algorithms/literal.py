@@ -54,7 +54,7 @@ def clip(value: float, low: float, high: float) -> float:
 
 
 def advantages(how: Algorithm, batch: list[Written]) -> dict[int, float]:
-    """Advantage of every token, by ``id``."""
+    """Advantage of every trained token, by ``id``."""
     found: dict[int, float] = {}
     for one in batch:
         peers = [other.reward for other in batch if other.group == one.group]
@@ -70,32 +70,32 @@ def advantages(how: Algorithm, batch: list[Written]) -> dict[int, float]:
                 each = one.reward - others
             case _:
                 each = math.nan
-        for place, token in enumerate(one.tokens):
+        for place, token in enumerate(one.trained):
             found[id(token)] = each
             if how.advantage == "reinforce_pp":
-                found[id(token)] = sum(earned(how, one, later) for later in range(place, len(one.tokens)))
+                found[id(token)] = sum(earned(how, one, later) for later in range(place, len(one.trained)))
             if how.advantage == "gae":
                 found[id(token)] = gae(how, one, place)
-    if how.advantage == "reinforce_pp":
-        counted = [found[id(token)] for one in batch for token in one.trained]
-        mean = sum(counted) / max(1, len(counted))
-        spread = math.sqrt(sum((a - mean) ** 2 for a in counted) / max(1, len(counted)))
+    if how.advantage == "reinforce_pp" or (how.advantage == "gae" and how.whiten_advantages):
+        mean = sum(found.values()) / max(1, len(found))
+        spread = math.sqrt(sum((a - mean) ** 2 for a in found.values()) / max(1, len(found)))
         found = {key: (a - mean) / (spread + 1e-6) for key, a in found.items()}
     return found
 
 
 def earned(how: Algorithm, one: Written, place: int) -> float:
-    token = one.tokens[place]
-    cost = how.kl_coef * (token.behavior - token.reference) if how.kl_in_reward and token.trained else 0.0
-    return (one.reward if place == len(one.tokens) - 1 else 0.0) - cost
+    """Reward of the trajectory's trained token number ``place``."""
+    token = one.trained[place]
+    cost = how.kl_coef * (token.behavior - token.reference) if how.kl_in_reward else 0.0
+    return (one.reward if place == len(one.trained) - 1 else 0.0) - cost
 
 
 def gae(how: Algorithm, one: Written, place: int) -> float:
-    """The definition as a sum over the later tokens instead of a recursion."""
+    """The definition as a sum over the later trained tokens instead of a recursion."""
     total = 0.0
-    for later in range(place, len(one.tokens)):
-        after = one.tokens[later + 1].value if later + 1 < len(one.tokens) else 0.0
-        delta = earned(how, one, later) + how.gamma * after - one.tokens[later].value
+    for later in range(place, len(one.trained)):
+        after = one.trained[later + 1].value if later + 1 < len(one.trained) else 0.0
+        delta = earned(how, one, later) + how.gamma * after - one.trained[later].value
         total += (how.gamma * how.gae_lambda) ** (later - place) * delta
     return total
 
@@ -134,11 +134,11 @@ def token(how: Algorithm, one: Written, at: Token, advantage: float, limit: floa
     match how.loss:
         case "ppo_clip" if how.ratio_to == "behavior":
             return ppo(ratio, advantage, how.clip_low, how.clip_high, how.dual_clip)
-        case "ppo_clip":
+        case "gspo" if how.ratio_to == "behavior":
+            return ppo(math.exp(mean), advantage, how.gspo_low, how.gspo_high)
+        case "ppo_clip" | "gspo":  # old and current are equal, so that the ratio between them is 1
             weight, fate = correction(how, ratio, math.prod(mine), at.age)
             return -weight * advantage, -weight * advantage, fate
-        case "gspo":
-            return ppo(math.exp(mean), advantage, how.gspo_low, how.gspo_high)
         case "cispo":
             weight = clip(ratio, 1 - how.cispo_low, 1 + how.cispo_high)
             return -weight * advantage * at.logprob, -weight * advantage, "cut" if weight != ratio else ""
@@ -205,8 +205,6 @@ def step(how: Algorithm, batch: list[Written], longest: int) -> Step:
             each = share(how, batch, one, longest)
             loss, derivative, fate = token(how, one, at, gained[id(at)], limit)
             found.loss += each * loss
-            if how.loss == "gspo":  # every token of the trajectory moves the one ratio by its share
-                derivative = sum(token(how, one, t, gained[id(t)], limit)[1] for t in one.trained) / len(one.trained)
             found.gradients[id(at)] = each * derivative
             if how.kl_coef:
                 value, slope = divergence(how.kl, at.logprob - at.reference)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from staleflow.clients.models import likelihood
-from staleflow.clients.models.gae import gae, returns_to_go, token_rewards
 from staleflow.clients.models.likelihood import token_logprobs
 from staleflow.clients.trainer.algorithms import advantages, corrections, losses, sequence_losses
 from staleflow.clients.trainer.algorithms.aggregation import Aggregation, aggregation_of, scale, weights
@@ -56,31 +55,11 @@ def test_group_advantages_by_hand() -> None:
     assert advantages.grpo(rewards, groups).tolist() == pytest.approx([2**-0.5, 0, -(2**-0.5), 0], rel=1e-5)
 
 
-def test_normalised_advantages_have_mean_zero_and_deviation_one_over_trained_tokens() -> None:
-    given, mask = 3 * drawn(50) + 7, drawn(50, seed=1) > 0
-    found = advantages.normalised(given, mask, LOCAL)[mask].double()
+def test_whitened_advantages_have_mean_zero_and_deviation_one() -> None:
+    found = advantages.whitened(3 * drawn(50) + 7, LOCAL).double()
     assert float(found.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(found.std(correction=0)) == pytest.approx(1.0, abs=1e-5)
-    assert advantages.normalised(torch.ones(4), torch.ones(4, dtype=torch.bool), LOCAL).tolist() == [0.0] * 4
-
-
-def test_gae_by_hand() -> None:
-    lengths = torch.tensor([2, 0, 1])
-    rewards = token_rewards(torch.tensor([1.0, 9.0, 2.0]), lengths)
-    assert rewards.tolist() == [0.0, 1.0, 2.0]
-    values = torch.tensor([0.5, 0.25, 1.0])
-    last = 1.0 - 0.25
-    first = (0.0 + 0.5 * 0.25 - 0.5) + 0.5 * 0.8 * last
-    assert gae(rewards, values, lengths, gamma=0.5, gae_lambda=0.8).tolist() == pytest.approx([first, last, 1.0])
-
-
-def test_gae_with_lambda_one_is_the_return_minus_the_value_and_with_zero_the_one_step_error() -> None:
-    lengths, rewards, values = torch.tensor([3, 2]), drawn(5).float(), drawn(5, seed=1).float()
-    full = gae(rewards, values, lengths, gamma=1.0, gae_lambda=1.0)
-    assert torch.allclose(full, returns_to_go(rewards, lengths) - values, atol=1e-6)
-    after = torch.tensor([values[1], values[2], 0.0, values[4], 0.0])
-    assert torch.allclose(gae(rewards, values, lengths, gamma=1.0, gae_lambda=0.0), rewards + after - values)
-    assert gae(rewards[:0], values[:0], lengths[:0], gamma=1.0, gae_lambda=1.0).shape == (0,)
+    assert advantages.whitened(torch.ones(4), LOCAL).tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -128,10 +107,6 @@ def m2po(logprobs: torch.Tensor) -> torch.Tensor:
     return losses.m2po(logprobs, drawn(6, seed=2), drawn(6, seed=3), limit=1.0).loss
 
 
-def gspo(logprobs: torch.Tensor) -> torch.Tensor:
-    return sequence_losses.gspo(logprobs, drawn(6, seed=2), drawn(6, seed=3), ROW, gspo_low=0.5, gspo_high=0.5).loss
-
-
 def opsm(logprobs: torch.Tensor) -> torch.Tensor:
     return sequence_losses.opsm(
         logprobs, drawn(6, seed=2), drawn(6, seed=3), ROW, clip_low=0.9, clip_high=3.0, opsm_delta=0.5
@@ -146,7 +121,7 @@ def k3(logprobs: torch.Tensor) -> torch.Tensor:
     return kl_loss("k3", logprobs, drawn(6, seed=2))
 
 
-@pytest.mark.parametrize("function", [ppo, m2po, gspo, opsm, k2, k3])
+@pytest.mark.parametrize("function", [ppo, m2po, opsm, k2, k3])
 def test_losses_whose_gradient_is_their_derivative_pass_gradcheck(
     function: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
@@ -307,6 +282,6 @@ def test_what_is_filtered_by_default_has_no_advantage_and_what_is_kept_has_one(n
     if name in GROUP_ADVANTAGES:
         found = GROUP_ADVANTAGES[name](rewards, group_ids)
     else:
-        found = advantages.normalised(rewards, torch.ones(4, dtype=torch.bool), LOCAL)
+        found = advantages.whitened(rewards, LOCAL)
     filtered = filter_of(config(algorithm={"advantage": name})) == "zero_spread"
     assert found.eq(0).all() if filtered else found.ne(0).all()

@@ -27,7 +27,7 @@ LONGEST = 12
 STEP = 7
 
 BEHAVIOR = {"ratio_to": "behavior"}
-WIDE = {"gspo_low": 0.1, "gspo_high": 0.15}
+WIDE = {**BEHAVIOR, "gspo_low": 0.1, "gspo_high": 0.15}
 SETTINGS: dict[str, dict[str, Any]] = {
     "grpo, none": {"correction": "none"},
     "grpo, tis": {"tis_cap": 1.2},
@@ -43,8 +43,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reinforce_pp": {"advantage": "reinforce_pp"},
     "reinforce_pp, kl in reward": {"advantage": "reinforce_pp", "kl_coef": 0.3, "kl_in_reward": True},
     "gae": {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.7},
+    "gae, not whitened": {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.7, "whiten_advantages": False},
     "gae, kl in reward": {"advantage": "gae", "kl_coef": 0.3, "kl_in_reward": True, "gae_lambda": 0.95},
-    "gspo": {"loss": "gspo", **WIDE},
+    "gspo to old": {"loss": "gspo", "correction": "masked_is", "mask_low": 0.8, "mask_high": 1.3},
+    "gspo to the engine": {"loss": "gspo", **WIDE},
+    "gspo, gae": {"loss": "gspo", "advantage": "gae", **WIDE},
     "gspo, dr_grpo": {"loss": "gspo", "advantage": "dr_grpo", **WIDE},
     "cispo": {"loss": "cispo", "cispo_low": 0.2, "cispo_high": 0.3},
     "cispo without a lower bound": {"loss": "cispo", "cispo_high": 0.3},

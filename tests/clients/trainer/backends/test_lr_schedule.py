@@ -31,6 +31,12 @@ def test_a_cosine_rate_is_halfway_down_in_the_middle() -> None:
     assert found[1] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 6)) / 2)
 
 
+def test_warm_up_and_schedule_start_after_the_warm_up_of_the_critic() -> None:
+    gae = {"critic_warmup": 2, "algorithm": {"advantage": "gae"}}
+    assert rates(warmup_steps=2, **gae) == pytest.approx([0, 0, 0.5, 1, 1, 1, 1])
+    assert rates(lr_schedule="linear", **gae) == pytest.approx([0, 0, 1, 0.75, 0.5, 0.25, 0])
+
+
 def test_steps_beyond_the_last_keep_the_least_rate_and_a_run_of_warm_up_only_has_no_schedule() -> None:
     settings = config(lr=1.0, steps=3, lr_schedule="linear", lr_min_share=0.5).trainer
     assert learning_rate(settings, 10) == 0.5
