@@ -554,6 +554,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Learning rate of AdamW after the warm-up. The higher it is, the more each version of staleness costs."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of AdamW's first and second moment, each at least 0 and below 1."""
+    adam_eps: PositiveFloat = 1e-8
+    """Term in the denominator of AdamW's update. A weight whose gradient is small beside it hardly moves."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of AdamW, applied to each weight matrix for each step, scaled by the learning rate."""
     warmup_steps: NonNegative = 0

@@ -75,7 +75,7 @@ class DeepspeedLearner:
             deepspeed.init_distributed(dist_init_required=False)
             self._partition(files, config, deepspeed.zero.Init)
         parameters = groups(model.parameters(), self._config, _ndim)
-        self._adam = _GatedAdamW(parameters, lr=self._config.lr, betas=self._config.betas)
+        self._adam = _GatedAdamW(parameters, lr=self._config.lr, betas=self._config.betas, eps=self._config.adam_eps)
         self._engine, self._zero, *_ = deepspeed.initialize(
             model=model, optimizer=self._adam, dist_init_required=False, config=settings(config)
         )

@@ -26,7 +26,13 @@ class MasterAdamW:
             for name, p in self._model.items()
         }
         self._of = {id(p): self._master[name] for name, p in self._model.items()}
-        self._adam = torch.optim.AdamW(groups(self._master.values(), config), lr=config.lr, betas=config.betas)
+        self._adam = torch.optim.AdamW(
+            groups(self._master.values(), config),
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.adam_eps,
+            fused=True,  # one pass over the memory of weights, gradients and moments, without temporary copies
+        )
 
     def collect(self) -> None:
         """Add the model's gradients to the masters' and clear them; no effect for a float32 model."""
@@ -102,11 +108,8 @@ class MasterAdamW:
             states.setdefault(name, {})[key] = value
         for name, state in states.items():
             master = self._master[name]
-            # Adam keeps its step count in main memory and its moments on the weights' device
-            self._adam.state[master] = {
-                key: value.clone() if key == "step" else value.to(master.device, copy=True)
-                for key, value in state.items()
-            }
+            # Fused Adam keeps its step count beside the moments, on the weights' device.
+            self._adam.state[master] = {key: value.to(master.device, copy=True) for key, value in state.items()}
 
 
 def groups(
