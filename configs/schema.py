@@ -447,9 +447,9 @@ class Algorithm(Section, frozen=True, kw_only=True):
     tensors over the trained tokens of some whole trajectories; the mean over the batch's tokens is trained. If it has
     an argument ``stages``, it also gets the stage columns with one value for each token."""
     ratio_to: Literal["old", "behavior"] = "old"
-    """Denominator of PPO's ratio. ``old``: the weights at the start of the step; the clip is then idle, and
-    ``correction`` accounts for staleness. ``behavior``: the engine's; the clip then accounts for staleness, and stale
-    tokens lose their gradient."""
+    """Denominator of PPO's ratio. ``old``: the weights at the start of the step; the clip is then idle unless
+    the step has several updates, and ``correction`` accounts for staleness. ``behavior``: the engine's; the clip then
+    accounts for staleness, and stale tokens lose their gradient."""
     clip_low: PositiveFloat = 0.2
     """PPO's ratio is clipped below 1 - ``clip_low``."""
     clip_high: PositiveFloat = 0.2
