@@ -531,7 +531,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Number of optimizer updates in one pass over a step's batch, each on its share of the groups; at most
     ``batch_size``. With more than one update in a step (``minibatches`` times ``epochs``), PPO's ratio is that of the
     current policy to the policy at the start of the step. This costs one more forward pass over the batch, and a copy
-    of weights and optimizer in main memory: 12 bytes a parameter, 14 in bfloat16. The step still publishes one version,
+    of weights and optimizer in main memory: 12 to 16 bytes a parameter. The step still publishes one version,
     and ``lr_schedule`` and ``warmup_steps`` still count steps."""
     epochs: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of passes over a step's batch, each with its groups in another order. Every group still belongs to one

