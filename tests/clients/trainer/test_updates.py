@@ -76,7 +76,7 @@ def hand_written(
     """PPO with truncated importance weights in plain torch: the weights, and the number of clipped tokens."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     adam = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     completions = torch.from_numpy(of.completions)
     behavior = torch.from_numpy(of.behavior_logprobs)[completions]
@@ -91,7 +91,7 @@ def hand_written(
         width = int(of.sequence_lengths[rows].max())
         ids = torch.from_numpy(of.input_ids[rows, :width])
         logits = model(input_ids=ids, attention_mask=torch.from_numpy(of.attention_mask[rows, :width])).logits
-        every = logits.gather(-1, ids.roll(-1, 1)[..., None]).squeeze(-1) - logits.logsumexp(-1)
+        every: torch.Tensor = logits.gather(-1, ids.roll(-1, 1)[..., None]).squeeze(-1) - logits.logsumexp(-1)
         return every[:, :-1][torch.from_numpy(of.completions[rows, 1:width])]
 
     with torch.no_grad():
@@ -106,8 +106,9 @@ def hand_written(
         current, gain = logprobs(rows), advantages[rows].expand(chosen.shape)[chosen]
         ratio = (current - old[rows][chosen]).exp()
         surrogate = torch.minimum(ratio * gain, ratio.clamp(1 - clip, 1 + clip) * gain)
-        (-surrogate * weight[rows][chosen]).sum().backward()
+        (-surrogate * weight[rows][chosen]).sum().backward()  # type: ignore[no-untyped-call]
         for parameter in model.parameters():
+            assert parameter.grad is not None
             parameter.grad /= len(current)  # last, as Adam's direction depends on the rounding of tiny gradients
         clipped += int((((gain > 0) & (ratio > 1 + clip)) | ((gain < 0) & (ratio < 1 - clip))).sum())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
@@ -139,7 +140,7 @@ def test_a_step_of_one_update_has_the_bits_of_a_plain_loop(model_directory: Path
     from staleflow.clients.models.likelihood import token_logprobs
 
     one, of = trainer(model_directory, minibatches=1, epochs=1), data(0)
-    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     adam = torch.optim.AdamW([{"params": matrices}, {"params": vectors}], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
@@ -156,6 +157,7 @@ def test_a_step_of_one_update_has_the_bits_of_a_plain_loop(model_directory: Path
         weight = (logprobs.detach() - behavior).exp().clamp(max=2.0)
         (-((logprobs - logprobs.detach()).exp() * gains) * weight).sum().backward()  # type: ignore[no-untyped-call]
         for parameter in model.parameters():
+            assert parameter.grad is not None
             parameter.grad.mul_(1.0 / int(inside.sum()))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         adam.step()
