@@ -448,8 +448,8 @@ class Algorithm(Section, frozen=True, kw_only=True):
     it has an argument ``stages``, it also gets the stage columns with one value for each token."""
     ratio_to: Literal["old", "behavior"] = "old"
     """Denominator of the ratio of ``ppo_clip`` and ``gspo``. ``old``: the weights at the start of the step; the clip is
-    then idle, and ``correction`` accounts for staleness. ``behavior``: the engine's; the clip then accounts for
-    staleness, and stale tokens lose their gradient."""
+    then idle unless the step has several updates, and ``correction`` accounts for staleness. ``behavior``: the
+    engine's; the clip then accounts for staleness, and stale tokens lose their gradient."""
     clip_low: PositiveFloat = 0.2
     """PPO's ratio is clipped below 1 - ``clip_low``."""
     clip_high: PositiveFloat = 0.2
@@ -538,10 +538,19 @@ class Trainer(Section, frozen=True, kw_only=True):
     ``lr_schedule`` follows it."""
     batch_size: Groups = 8
     """Number of groups for each step."""
+    minibatches: Groups = 1
+    """Number of optimizer updates in one pass over a step's batch, each on its share of the groups; at most
+    ``batch_size``. With more than one update in a step (``minibatches`` times ``epochs``), PPO's ratio is that of the
+    current policy to the policy at the start of the step. This costs one more forward pass over the batch, and a copy
+    of weights and optimizer in main memory: 12 to 16 bytes a parameter. The step still publishes one version,
+    and ``lr_schedule`` and ``warmup_steps`` still count steps."""
+    epochs: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Number of passes over a step's batch, each with its groups in another order. Every group still belongs to one
+    step only."""
     streaming: bool = False
     """Train the groups of a step as they arrive, while the batch still fills, so that computing overlaps with the
     rollout of the longest groups. The step is the same except for its division into passes, which then follows the
-    order of the groups. Only for algorithms that need no more than one group at a time."""
+    order of the groups. Only for algorithms that need no more than one group at a time, and for steps of one update."""
     stream_groups: Groups = 1
     """``streaming``: number of groups trained at once, at least one for each rank. Fewer start earlier; more fill
     passes better."""

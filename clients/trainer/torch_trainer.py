@@ -1,11 +1,10 @@
 # pyright: basic, reportMissingImports=false
 """The train step of every torch backend: any causal language model of ``transformers``, on one rank or many.
 
-There is one optimizer step per batch. The ratio's reference policy (old) is the one at the start of the step, so its
-log-probabilities are those of the trained forward pass, detached: one pass, no second copy of the weights. The
-``objective`` defines loss and metrics; the ``learner`` stores and updates the weights. Each rank processes its own
-rows. Ranks with fewer passes than others idle at the beginning, so that the last passes of all run together; with
-sharded weights they run passes without effect instead.
+By default there is one optimizer update per step. The ratio's reference policy (old) is the one at the start of the
+step, so its log-probabilities are those of the trained forward pass, detached: one pass, no second copy of the weights.
+``updates`` takes several updates per step. The ``objective`` defines loss and metrics, ``gradients`` runs the passes,
+and the ``learner`` stores and updates the weights.
 """
 
 import gc
@@ -16,35 +15,34 @@ from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from staleflow.clients.models.files import checkpoint_gradients, load_model, save_model, save_streamed
-from staleflow.clients.models.passes import packed_passes, padded_passes
 from staleflow.clients.out_of_memory import out_of_memory
-from staleflow.clients.trainer.algorithms.objective import Objective, tokens_of
+from staleflow.clients.trainer.algorithms.objective import Objective
 from staleflow.clients.trainer.backends.base import (
     OutOfMemory,
     Published,
     StepResult,
-    Stopped,
     Stopping,
     Untrainable,
     batch_values,
+    not_finite,
 )
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.flops import FlopsMeter
-from staleflow.clients.trainer.backends.forward import completion_logprobs, isolates_packed_rows
+from staleflow.clients.trainer.backends.forward import isolates_packed_rows
 from staleflow.clients.trainer.backends.learner import Learner, make_learner
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, open_model
 from staleflow.clients.trainer.backends.tensors import StreamedWeights, to_arrays
-from staleflow.clients.trainer.data.batch import TrainBatch, rows_of
+from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.evaluation.held_out import Evaluation
 from staleflow.clients.trainer.evaluation.sharded import accompany, lead
+from staleflow.clients.trainer.gradients import Gradients
 from staleflow.clients.trainer.quarantine import GroupQuarantine
+from staleflow.clients.trainer.updates import Updates
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Step, Version
@@ -74,8 +72,6 @@ class TorchTrainer:
         self._objective = Objective(config, self._ranks.device, self._ranks)
         self._quarantine = GroupQuarantine(self._ranks)
         self._initial = False
-        self._has_advantages = False
-        """True if all rows of the current part have advantages; otherwise its passes have no effect."""
         self._seconds = 0.0
         """Compute time of the current step so far."""
         self.load(None)
@@ -109,6 +105,7 @@ class TorchTrainer:
             checkpoint_gradients(model)
         self._flops = FlopsMeter(model, self._ranks, self._config.model.dtype)
         self.learner = make_learner(self._config, model, self._ranks, files)
+        self._gradients = Gradients(self._config, self.learner, self._objective, self._quarantine, self._ranks)
         self._initial = directory is None
         if directory is not None:
             self.learner.load(directory)
@@ -139,7 +136,7 @@ class TorchTrainer:
             pass
 
     def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
-        """Take one optimizer step over all passes of all ranks.
+        """Train the batch: by default in one optimizer update over all passes of all ranks.
 
         A loss or gradient that is not finite leaves everything unchanged, as does a batch without trained tokens. The
         values are those of the whole batch. ``OutOfMemory`` if a pass or the optimizer does not fit; ``Untrainable``,
@@ -147,6 +144,8 @@ class TorchTrainer:
         """
         self._objective.begin()
         self._seconds = 0.0
+        if self._config.trainer.minibatches * self._config.trainer.epochs > 1:
+            return self._train_in_updates(batch, step, stopping)
         self.add(batch, stopping, last=True)
         return self.finish(batch, step)
 
@@ -158,12 +157,13 @@ class TorchTrainer:
 
     def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
         """Add the gradient of whole groups of the batch; ``last``: they complete it. Raises as ``train``."""
-        self._initial, started_at = False, time.monotonic()
-        self._quarantine.clear()
-        if self._config.trainer.mask_truncated:
-            part.mask_cut()
+        started_at, gradients = self._started(part), self._gradients
         try:
-            self._add(part, stopping, last=last)
+            passes = gradients.passes(part)
+            gradients.take(part)
+            if self._objective.surveys:
+                gradients.survey(part, passes, stopping)
+            gradients.add(part, passes, stopping, last=last)
             self._quarantine.raise_if_any(part)
         except Untrainable:
             self.learner.clear()
@@ -191,12 +191,7 @@ class TorchTrainer:
         values |= self._flops.values(batch, self._seconds + time.monotonic() - started_at)
         if bad := not_finite(loss=values["loss"], gradient_norm=norm):
             return StepResult(values=values, bad=bad)
-        if not learns:
-            if self._ranks.place.leads:
-                log.warning("step %d: no token to train; batch consumed, weights unchanged", step)
-            return StepResult(values=values)
-        values["lr"] = learning_rate(self._config.trainer, step)
-        return StepResult(values=values)
+        return StepResult(values=values | self._rate(step, learns=learns))
 
     def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
         """Return the mean reward of this model on the held-out prompts, on rank 0. A sharded model needs every rank.
@@ -227,7 +222,7 @@ class TorchTrainer:
     def _release_model(self) -> None:
         """Release the model before loading another, as two may not fit. Sharding leaves reference cycles for the gc."""
         self.learner.close()
-        del self.learner, self._flops
+        del self.learner, self._flops, self._gradients
         gc.collect()
 
     def _open(self, directory: Path) -> tuple[Any, WeightFiles | None]:
@@ -247,69 +242,47 @@ class TorchTrainer:
         accompany(self.model, self._ranks, stopping)
         return {}
 
-    def _add(self, batch: TrainBatch, stopping: Stopping, *, last: bool) -> None:
-        objective, cuts = self._objective, self._passes(batch)
-        self._take(batch)
-        if objective.surveys:
-            self._survey(batch, cuts, stopping)
-        for number, which in enumerate(cuts):
-            self._check_stop(stopping)
-            closes = last and number == len(cuts) - 1
-            if which is not None:
-                logprobs = self._logprobs_or_quarantine(batch, which, last=closes)
-                if logprobs is not None:
-                    self.learner.backward(self._loss(batch, which, logprobs), last=closes)
-            elif self.learner.even:
-                self.learner.backward(self._idle_pass(batch), last=closes)
+    def _started(self, batch: TrainBatch) -> float:
+        """Prepare to compute with these rows; return the current time."""
+        self._initial = False
+        self._quarantine.clear()
+        if self._config.trainer.mask_truncated:
+            batch.mask_cut()
+        return time.monotonic()
 
-    def _take(self, batch: TrainBatch) -> None:
-        """Compute the advantages of the rows. Groups that raise are recorded, which voids the step."""
-        objective, self._has_advantages = self._objective, False
+    def _train_in_updates(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
+        """Train as ``train``, in several updates."""
+        started_at = self._started(batch)
+        updates = Updates(
+            self._config,
+            learner=self.learner,
+            gradients=self._gradients,
+            objective=self._objective,
+            quarantine=self._quarantine,
+            ranks=self._ranks,
+            no_room_to_copy=self._no_room_to_copy,
+            no_room_to_step=self._no_room_to_step,
+        )
         try:
-            objective.take(batch)
-            self._has_advantages = True
-        except Exception as error:
-            if not objective.by_group:
-                raise
-            everything = np.arange(len(batch.rewards))
-            self._quarantine.record(batch, everything, error, lambda rows: objective.take(rows_of(batch, rows)))
+            result = updates.take(batch, step, stopping)
+        except (MemoryError, RuntimeError) as error:
+            if out_of_memory(error):
+                raise self._too_large(batch, error) from error
+            raise
+        values = batch_values(batch, self._ranks.gather) | result.values
+        for name, share in self._flops.values(batch, time.monotonic() - started_at).items():
+            values[name] = share * updates.passes
+        if not result.bad:
+            values |= self._rate(step, learns=values["trainer/tokens"] > 0)
+        return StepResult(values=values, bad=result.bad)
 
-    def _logprobs_or_quarantine(self, batch: TrainBatch, which: NDArray[np.int64], *, last: bool) -> Tensor | None:
-        """Return ``_logprobs``, or None if a group makes the pass raise.
-
-        Ranks that compute together cannot test a group alone, so with several ranks the error ends the process.
-        """
-        try:
-            return self._logprobs(batch, which, last=last)
-        except Exception as error:
-            if not isinstance(self._ranks, OneRank):
-                raise
-            self._quarantine.record(batch, which, error, lambda rows: self._logprobs(batch, rows, last=False))
-            return None
-
-    def _loss(self, batch: TrainBatch, which: NDArray[np.int64], logprobs: Tensor) -> Tensor:
-        """Return the loss of one pass; 0 if a group makes it raise, so that every rank finishes its passes."""
-        objective, device = self._objective, self._ranks.device
-        nothing = logprobs.sum() * 0.0
-        if not self._has_advantages:
-            return nothing
-
-        def alone(rows: NDArray[np.int64]) -> None:
-            of_rows = np.isin(np.repeat(which, batch.completion_lengths[which]), rows)
-            objective.loss(logprobs.detach()[torch.from_numpy(of_rows).to(device)], tokens_of(batch, rows, device))
-
-        try:
-            return objective.loss(logprobs, tokens_of(batch, which, device))
-        except Exception as error:
-            self._quarantine.record(batch, which, error, alone)
-            return nothing
-
-    def _passes(self, batch: TrainBatch) -> list[NDArray[np.int64] | None]:
-        """Return the rows of each pass, starting with None for each pass that only another rank has."""
-        trainer, lengths = self._config.trainer, batch.sequence_lengths
-        cuts = (packed_passes if trainer.packing else padded_passes)(lengths, trainer.micro_tokens)
-        most = int(self._ranks.max(torch.tensor([len(cuts)]))[0])
-        return [*[None] * (most - len(cuts)), *cuts]
+    def _rate(self, step: Step, *, learns: bool) -> dict[str, float]:
+        """Return the learning rate of a step as a metric; warn about a step that has no token to train."""
+        if learns:
+            return {"lr": learning_rate(self._config.trainer, step)}
+        if self._ranks.place.leads:
+            log.warning("step %d: no token to train; batch consumed, weights unchanged", step)
+        return {}
 
     def _check_packing(self) -> None:
         """Raise ``ConfigError`` for a model that mixes the trajectories of a packed pass. Call it on every rank."""
@@ -326,39 +299,6 @@ class TorchTrainer:
         if not isolated:
             raise ConfigError("trainer.packing", True, "this model mixes packed trajectories; set it to false")
 
-    def _check_stop(self, stopping: Stopping) -> None:
-        if self._ranks.any(stopping()):
-            self.learner.clear()
-            raise Stopped
-
-    def _survey(self, batch: TrainBatch, cuts: list[NDArray[np.int64] | None], stopping: Stopping) -> None:
-        """Pass every log-probability to the objective before the first loss."""
-        with torch.no_grad():
-            for which in cuts:
-                self._check_stop(stopping)
-                if which is not None:
-                    logprobs = self._logprobs_or_quarantine(batch, which, last=False)
-                    if logprobs is not None and self._has_advantages:
-                        self._objective.survey(logprobs, tokens_of(batch, which, self._ranks.device))
-                elif self.learner.even:
-                    self._idle_pass(batch)
-        self._objective.surveyed()
-
-    def _logprobs(self, batch: TrainBatch, which: NDArray[np.int64], *, last: bool) -> Tensor:
-        """Return float32 [T]: the completion tokens of some rows, in the order of ``tokens_of``."""
-        trainer, temperature = self._config.trainer, self._config.rollout.temperature
-
-        def forward(**inputs: Tensor) -> Tensor:
-            logits: Tensor = self.learner.forward(last=last, use_cache=False, **inputs).logits
-            return logits
-
-        return completion_logprobs(forward, batch, which, self._ranks.device, temperature, packing=trainer.packing)
-
-    def _idle_pass(self, batch: TrainBatch) -> Tensor:
-        """Run a pass over the shortest row for the model's collectives; its gradient is zero."""
-        shortest = np.argsort(batch.sequence_lengths, kind="stable")[:1]
-        return self._logprobs(batch, shortest, last=False).sum() * 0.0
-
     def _too_large(self, batch: TrainBatch, error: Exception) -> OutOfMemory:
         micro = self._config.trainer.micro_tokens
         text = self._memory_text(
@@ -370,6 +310,11 @@ class TorchTrainer:
             clear_frames(error.__traceback__)  # they reference the activations
             self.learner.clear()
         return OutOfMemory(text, can_save=alone)
+
+    def _no_room_to_copy(self, batch: TrainBatch, error: Exception) -> OutOfMemory:
+        keys = "trainer.minibatches and trainer.epochs at 1, which need no copy of the weights"
+        text = self._memory_text(batch, " in the copy of the weights", keys, error)
+        return OutOfMemory(text, can_save=isinstance(self._ranks, OneRank))
 
     def _no_room_to_step(self, batch: TrainBatch, error: Exception) -> OutOfMemory:
         """Return the error for an optimizer that does not fit. Some weights may have moved, so nothing can be saved."""
@@ -394,11 +339,3 @@ def new_run(keys: str) -> str:
 
 def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
-
-
-def not_finite(**numbers: float) -> str:
-    """Return the first number that is not finite, with its name; empty if all are finite."""
-    for name, value in numbers.items():
-        if not math.isfinite(value):
-            return f"{name.replace('_', ' ')} is {value}"
-    return ""

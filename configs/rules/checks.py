@@ -16,6 +16,7 @@ from staleflow.configs.rules import algorithm
 from staleflow.configs.rules.coordination import check_coordination, check_spares, samples_started
 from staleflow.configs.rules.evals import VLLM_TEMPERATURE, check_evals
 from staleflow.configs.rules.streaming import check_pieces, check_streaming
+from staleflow.configs.rules.updates import check_updates
 from staleflow.configs.schema import Config, Prompts, Rollout, Trainer
 from staleflow.configs.section import Section
 from staleflow.configs.stages import graph, stages
@@ -33,9 +34,9 @@ def consistent(config: Config) -> None:
     """Raise ``ConfigError`` for the first rule that ``config`` breaks."""
     for rule in (_pools, _name, _model, _prompts, _specs, _idle, _bound, _groups, check_coordination, _algorithm):
         rule(config)
-    for rule in (_ranks, check_streaming, _stages, _evaluated, _shards, _security, _binds, _metrics, _trainer):
+    for rule in (_ranks, check_streaming, check_updates, _stages, _evaluated, _shards, _security, _binds, _metrics):
         rule(config)
-    for rule in (check_engine, _gpus, _lease, check_evals):
+    for rule in (_trainer, check_engine, _gpus, _lease, check_evals):
         rule(config)
 
 

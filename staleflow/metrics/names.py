@@ -40,7 +40,8 @@ METRICS: Final[dict[str, Metric]] = {
     "length/ranker_tau": Metric("", "Kendall's tau between expected and real lengths; 1 is a perfect order"),
     "length/ranker_n": Metric("groups", "groups that length/ranker_tau is of"),
     "loss": Metric("", "loss of the step"),
-    "grad_norm": Metric("", "L2 norm of the gradient before it is clipped"),
+    "grad_norm": Metric("", "L2 norm of the gradient before it is clipped; with several updates in a step, their mean"),
+    "grad_norm/max": Metric("", "largest L2 norm of the gradients of a step, if it has several updates"),
     "lr": Metric("", "learning rate"),
     "clip/low": Metric("share", "trained tokens whose ratio is clipped from below"),
     "clip/high": Metric("share", "trained tokens whose ratio is clipped from above"),
@@ -51,6 +52,10 @@ METRICS: Final[dict[str, Metric]] = {
         "nats", "entropy of the policy that wrote, a trained token; estimated by the tokens' own log-probabilities"
     ),
     "mismatch_kl": Metric("nats", "divergence between the engine that wrote and the trainer's model, a token"),
+    "approx_kl": Metric(
+        "nats",
+        "divergence of the trained policy from the one at the start of the step, a token; mean over several updates",
+    ),
     "is_weight/mean": Metric("", "mean importance weight of the trained tokens"),
     "is_weight/max": Metric("", "largest importance weight"),
     "is_weight/ess": Metric("share", "effective sample size of the importance weights"),
@@ -84,6 +89,7 @@ METRICS: Final[dict[str, Metric]] = {
     "time/eval": Metric("s", "evaluating on the held-out prompts"),
     "trainer/idle_ratio": Metric("share", "time of the step in which the trainer had no batch"),
     "trainer/tokens": Metric("tokens", "tokens that the step trained"),
+    "trainer/updates": Metric("updates", "optimizer updates that the step took, if it has several"),
     "trainer/sampled_tokens": Metric("tokens", "tokens of the step's trajectories, masked ones included"),
     "trainer/bad_steps": Metric("steps", "steps whose loss or gradient was not finite, since the run began"),
 }

@@ -45,10 +45,13 @@ class TrainedTokens:
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """[T, *shape]: typed columns with one value a token, by name."""
 
+    start: Tensor | None = None
+    """Log-probabilities at the start of the step; None: the current ones, as the step has a single update."""
+
     @property
     def old(self) -> Tensor:
-        """Log-probabilities at the start of the step, equal in value to the current ones: one step per batch."""
-        return self.logprobs.detach()
+        """Log-probabilities at the start of the step."""
+        return self.logprobs.detach() if self.start is None else self.start
 
 
 def group_advantage(name: str) -> Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]:

@@ -3,14 +3,14 @@
 
 Three policies are involved. *Behaviour*: the engine, possibly several versions older and with other numerics; its
 log-probabilities arrive with the tokens. *Old* (proximal): the trainer's weights at the start of the step. *Current*:
-the weights being updated. There is one optimiser step per batch, so old always equals current in value:
-``old = logprobs.detach()`` is exact and saves a forward pass, and a ratio current/old is 1 with a gradient.
+the weights being updated. In a step with a single update, old equals current in value: ``old = logprobs.detach()`` is
+exact and saves a forward pass, and a ratio current/old is 1 with a gradient.
 
 The denominator of the ratio:
 
 - ``ppo_clip`` and ``gspo`` with ``ratio_to = "old"``: old. This step cannot change the difference between
   behaviour and old; the ``correction`` accounts for it (decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL, arXiv
-  2505.24298; IcePop and TIS likewise). The clip has no effect as long as a batch is one step.
+  2505.24298; IcePop and TIS likewise). The clip has no effect in a step with a single update.
 - ``ppo_clip`` and ``gspo`` with ``ratio_to = "behavior"``, ``cispo``, ``aipo``, ``m2po``, ``opsm``: behaviour. Their
   papers call it old or mu and mean the sampling policy; the ratio is itself the correction, and its bound limits
   staleness. No further correction is applied.

@@ -7,6 +7,9 @@ passes: no pass depends on later rows, except through ``scale``, which is determ
 rows arrive at once and every pass is first given to ``survey`` without gradient, as that algorithm selects its training
 tokens by all log-probabilities of the batch. ``take``, ``surveyed``, ``scale`` and ``values`` communicate with the
 other ranks and must be called equally often on every rank; ``survey`` and ``loss`` do not communicate.
+
+For a step of several updates, all rows are taken at once. ``remember`` sets the log-probabilities of the start of the
+step. Each update begins with ``start_update`` and ends with ``scale`` and ``update_values``; ``values`` comes last.
 """
 
 import math
@@ -129,6 +132,7 @@ class Objective:
         self._scale = 1.0
         self._sums = torch.zeros(6, dtype=torch.float64, device=self._device)
         self._mismatch = MismatchSums(self._device, self._max_age)
+        self._old: Tensor | None = None
         self._squares: list[Tensor] = []
         self._limit = math.inf
 
@@ -138,8 +142,21 @@ class Objective:
         lengths = torch.from_numpy(batch.completion_lengths)
         self._first = (lengths.cumsum(0) - lengths).to(self._device)
         self._advantages = self._advantages_of(batch, lengths).to(self._device)
-        counts = (batch.trained_tokens, int(batch.loss_mask.any(axis=1).sum()), len(batch.rewards))
-        self._counts += torch.tensor(counts, dtype=torch.float64, device=self._device)
+        self._counts += self._counts_of(batch.loss_mask)
+
+    def remember(self, old: Tensor) -> None:
+        """Set the old policy's log-probabilities, float32, flat over all completion tokens of the rows taken.
+
+        Without it, the old policy is the current one. Discards the metrics of all ``loss`` so far.
+        """
+        self._old = old
+        self._mismatch = MismatchSums(self._device, self._max_age)
+        self._drift = MismatchSums(self._device)
+
+    def start_update(self, batch: TrainBatch, rows: NDArray[np.int64]) -> None:
+        """Start the next of several updates, on some of the rows taken: ``scale`` and ``update_values`` are its own."""
+        self._counts = self._counts_of(batch.loss_mask[rows])
+        self._sums.zero_()
 
     def scale(self) -> float:
         """Return the factor for the sum of all ``loss``. Called once, after all rows of the step were taken."""
@@ -175,6 +192,7 @@ class Objective:
             age=self._step - tokens.version[mask],
             stages={name: column[mask] for name, column in tokens.stages.items()},
             columns={name: column[mask] for name, column in tokens.columns.items()},
+            start=None if self._old is None else self._old[self._places(tokens.row)[mask]],
         )
         if at.logprobs.numel() == 0:  # losses need not handle this case; other ranks wait in the backward pass
             return at.logprobs.sum()
@@ -193,7 +211,16 @@ class Objective:
         ``loss``; ``mismatch_kl`` and ``is_weight/*`` of the engine's tokens; ``clip/low``, ``clip/high``,
         ``masked/token``: fractions of the trained tokens; ``masked/sequence``: fraction of the trajectories that lost
         all tokens to a mask; ``kl/reference`` in nats per token, if there is a reference; by age, see ``MismatchSums``.
+        ``approx_kl`` from the old to the current policy in nats per token, if the step has several updates. Then
+        ``mismatch_kl``, ``is_weight/*`` and ``approx_kl`` are those of the step, the others those of its last update.
         """
+        values = self.update_values() | self._mismatch.values(self._reduce)
+        if self._old is not None:
+            values["approx_kl"] = self._drift.values(self._reduce)["mismatch_kl"]
+        return values
+
+    def update_values(self) -> dict[str, float]:
+        """Return the metrics of the current update over all ranks; requires ``scale``."""
         loss, low, high, masked, silent, divergence = self._reduce.sum(self._sums).tolist()
         tokens, sequences, _ = (max(count, 1.0) for count in self._counts.tolist())
         values = {
@@ -205,7 +232,12 @@ class Objective:
         }
         if self._algorithm.kl_coef:
             values["kl/reference"] = divergence / tokens
-        return values | self._mismatch.values(self._reduce)
+        return values
+
+    def _counts_of(self, loss_mask: NDArray[np.bool_]) -> Tensor:
+        """Return the numbers of trained tokens, of trajectories with a trained token, and of trajectories."""
+        counts = (int(loss_mask.sum()), int(loss_mask.any(axis=1).sum()), len(loss_mask))
+        return torch.tensor(counts, dtype=torch.float64, device=self._device)
 
     def _advantages_of(self, batch: TrainBatch, lengths: Tensor) -> Tensor:
         """Return float32 advantages, flat over all completion tokens of the rank's rows, trained or not."""
@@ -260,6 +292,8 @@ class Objective:
         self._sums += torch.stack([part.detach().to(torch.float64) for part in parts])
         clipped = result.low | result.high
         self._mismatch.add(at.old, at.behavior, at.age, truncated=result.truncated, clipped=clipped)
+        if at.start is not None:
+            self._drift.add(at.logprobs, at.start, at.age, truncated=result.truncated, clipped=clipped)
 
 
 def _column(stages: Mapping[str, Column], name: str) -> Column:

@@ -1,5 +1,6 @@
 """The interface between the training loop and its backends. No torch in this module."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,7 +85,10 @@ class Backend(Protocol):
         ...
 
     def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
-        """Take one optimizer step. Raise ``Stopped`` on a stop request before it is taken, or ``Untrainable``."""
+        """Take the optimizer updates of one step, all or none.
+
+        Raise ``Stopped`` on a stop request before they are taken, or ``Untrainable``.
+        """
         ...
 
     def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
@@ -112,6 +116,14 @@ class StreamingBackend(Backend, Protocol):
     def finish(self, batch: TrainBatch, step: Step) -> StepResult:
         """Take the step; ``batch`` is the concatenation of all parts."""
         ...
+
+
+def not_finite(**numbers: float) -> str:
+    """Return the first number that is not finite, with its name; empty if all are finite."""
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            return f"{name.replace('_', ' ')} is {value}"
+    return ""
 
 
 def mean_std(values: NDArray[Any]) -> tuple[float, float]:

@@ -25,6 +25,7 @@ from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
 from staleflow.clients.trainer.backends.optimizer import groups
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, distinct, layers
+from staleflow.clients.trainer.backends.snapshot import Snapshot
 from staleflow.clients.trainer.backends.tensors import named
 from staleflow.configs.loading.presence import DEEPSPEED, check_package
 from staleflow.configs.schema import Config
@@ -105,6 +106,15 @@ class DeepspeedLearner:
         self._engine.step()
         self._zero.override_loss_scale(1.0)
         return self._norm()
+
+    def snapshot(self) -> Snapshot:
+        """Copy ZeRO's float32 partitions, and the model's own weights or, in stage 3, this rank's part of them."""
+        parameters = [*self.model.parameters()]
+        if self._stage == 3:
+            # Complete parameters still have the updated values. Released ones are gathered again from the parts.
+            parts = [parameter.ds_tensor for parameter in parameters]
+            return Snapshot([*self._masters(), *parts], self._adam, self._zero._partition_all_parameters)
+        return Snapshot([*self._masters(), *(parameters if self._stage else ())], self._adam)
 
     def clear(self) -> None:
         """Clear all places where ZeRO keeps gradients between two passes of a step."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles
+from staleflow.clients.trainer.backends.snapshot import Snapshot
 from staleflow.configs.schema import Config
 
 
@@ -36,6 +37,10 @@ class Learner(Protocol):
         Update the weights as train step ``number`` if the norm is finite and ``take`` is set. The gradient is discarded
         in any case.
         """
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """Copy all state that ``step`` changes to main memory, to undo several of them."""
         ...
 
     def clear(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
+from staleflow.clients.trainer.backends.snapshot import Snapshot
 from staleflow.configs.schema import Trainer
 
 
@@ -77,6 +78,11 @@ class MasterAdamW:
                     parameter.copy_(self._master[name])
         self.clear()
         return rate
+
+    def snapshot(self) -> Snapshot:
+        """Copy weights, masters and moments to main memory."""
+        separate = [master for name, master in self._master.items() if master is not self._model[name]]
+        return Snapshot([*self._model.values(), *separate], self._adam)
 
     def clear(self) -> None:
         """Discard the gradient."""

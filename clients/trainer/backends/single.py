@@ -12,6 +12,7 @@ from torch import Tensor
 from staleflow.clients.models.files import STATE, load_random, save_random, save_state, state_file
 from staleflow.clients.trainer.backends.collectives import Ranks
 from staleflow.clients.trainer.backends.optimizer import MasterAdamW
+from staleflow.clients.trainer.backends.snapshot import Snapshot
 from staleflow.clients.trainer.backends.tensors import named
 from staleflow.configs.schema import Config
 
@@ -42,6 +43,9 @@ class PlainLearner:
         else:
             self.optimizer.clear()
         return norm
+
+    def snapshot(self) -> Snapshot:
+        return self.optimizer.snapshot()
 
     def clear(self) -> None:
         self.optimizer.clear()

@@ -63,7 +63,8 @@ def main() -> None:
             data.behavior_logprobs[data.completions] = np.nan
         if step in task.get("surprising", []) and 2 in data.group_ids:
             data.behavior_logprobs[(data.group_ids == 2)[:, None] & data.completions] = -60.0
-        asked = iter([False, where.rank == where.world - 1] if step in task.get("stopped", []) else [])
+        looks = [False] * task.get("looks", 1)
+        asked = iter([*looks, where.rank == where.world - 1] if step in task.get("stopped", []) else [])
         try:
             if "pieces" in task:
                 result = streamed(trainer, piece_shares(step, where.rank, where.world, task["pieces"], groups=6), step)

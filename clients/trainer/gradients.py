@@ -1,0 +1,154 @@
+# pyright: basic, reportMissingImports=false
+"""Forward and backward passes over the rows of a batch, on one rank of any torch backend.
+
+Each rank processes its own rows. Ranks with fewer passes than others idle at the beginning, so that the last passes of
+all run together; with sharded weights they run passes without effect instead, as does a rank without any pass in the
+last one.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from staleflow.clients.models.passes import packed_passes, padded_passes
+from staleflow.clients.trainer.algorithms.objective import Objective, tokens_of
+from staleflow.clients.trainer.backends.base import Stopped, Stopping
+from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
+from staleflow.clients.trainer.backends.forward import completion_logprobs
+from staleflow.clients.trainer.backends.learner import Learner
+from staleflow.clients.trainer.data.batch import TrainBatch, rows_of
+from staleflow.clients.trainer.quarantine import GroupQuarantine
+from staleflow.configs.schema import Config
+
+RowIds = NDArray[np.int64]
+Passes = Sequence[RowIds | None]
+"""The rows of each pass; None for a pass that only another rank has."""
+Visit = Callable[[RowIds, Tensor], None]
+"""Receive the rows of a pass and their log-probabilities, float32 [T] without gradient."""
+
+
+class Gradients:
+    """Passes of one model. Groups that make one raise are recorded in ``quarantine``, which voids the step."""
+
+    def __init__(
+        self,
+        config: Config,
+        learner: Learner,
+        objective: Objective,
+        quarantine: GroupQuarantine,
+        ranks: OneRank | ManyRanks,
+    ) -> None:
+        self._config = config
+        self._learner = learner
+        self._objective = objective
+        self._quarantine = quarantine
+        self._ranks = ranks
+        self._has_advantages = False
+        """True if all rows of the current part have advantages; otherwise its passes have no effect."""
+
+    def take(self, batch: TrainBatch) -> None:
+        """Compute the advantages of the rows. Groups that raise are recorded."""
+        objective, self._has_advantages = self._objective, False
+        try:
+            objective.take(batch)
+            self._has_advantages = True
+        except Exception as error:
+            if not objective.by_group:
+                raise
+            everything = np.arange(len(batch.rewards))
+            self._quarantine.record(batch, everything, error, lambda rows: objective.take(rows_of(batch, rows)))
+
+    def passes(self, batch: TrainBatch, rows: RowIds | None = None) -> Passes:
+        """Divide some rows (all if None) into passes, starting with None for each pass that only another rank has."""
+        trainer, lengths = self._config.trainer, batch.sequence_lengths
+        rows = np.arange(len(lengths)) if rows is None else rows
+        divide = packed_passes if trainer.packing else padded_passes
+        cuts = [rows[cut] for cut in divide(lengths[rows], trainer.micro_tokens)]
+        most = int(self._ranks.max(torch.tensor([len(cuts)]))[0])
+        return [*[None] * (most - len(cuts)), *cuts]
+
+    def add(self, batch: TrainBatch, passes: Passes, stopping: Stopping, *, last: bool) -> None:
+        """Add the gradient of the passes; ``last``: they are the last before an update. ``Stopped`` on a request."""
+        for number, which in enumerate(passes):
+            self._check_stop(stopping)
+            closes = last and number == len(passes) - 1
+            if which is not None:
+                logprobs = self._logprobs_or_quarantine(batch, which, last=closes)
+                if logprobs is not None:
+                    self._learner.backward(self.loss(batch, which, logprobs), last=closes)
+            elif self._learner.even or closes:
+                self._learner.backward(self._idle_pass(batch, last=closes), last=closes)
+
+    def scan(self, batch: TrainBatch, passes: Passes, stopping: Stopping, visit: Visit) -> None:
+        """Visit the log-probabilities of every pass, without gradient. ``Stopped`` on a request."""
+        with torch.no_grad():
+            for which in passes:
+                self._check_stop(stopping)
+                if which is not None:
+                    logprobs = self._logprobs_or_quarantine(batch, which, last=False)
+                    if logprobs is not None and self._has_advantages:
+                        visit(which, logprobs)
+                elif self._learner.even:
+                    self._idle_pass(batch, last=False)
+
+    def survey(self, batch: TrainBatch, passes: Passes, stopping: Stopping) -> None:
+        """Pass every log-probability to the objective before the first loss."""
+        self.scan(batch, passes, stopping, lambda which, logprobs: self.survey_pass(batch, which, logprobs))
+        self._objective.surveyed()
+
+    def survey_pass(self, batch: TrainBatch, which: RowIds, logprobs: Tensor) -> None:
+        """Pass the log-probabilities of one pass to the survey of the objective."""
+        self._objective.survey(logprobs, tokens_of(batch, which, self._ranks.device))
+
+    def loss(self, batch: TrainBatch, which: RowIds, logprobs: Tensor) -> Tensor:
+        """Return the loss of one pass; 0 if a group makes it raise, so that every rank finishes its passes."""
+        objective, device = self._objective, self._ranks.device
+        nothing = logprobs.sum() * 0.0
+        if not self._has_advantages:
+            return nothing
+
+        def alone(rows: RowIds) -> None:
+            of_rows = np.isin(np.repeat(which, batch.completion_lengths[which]), rows)
+            objective.loss(logprobs.detach()[torch.from_numpy(of_rows).to(device)], tokens_of(batch, rows, device))
+
+        try:
+            return objective.loss(logprobs, tokens_of(batch, which, device))
+        except Exception as error:
+            self._quarantine.record(batch, which, error, alone)
+            return nothing
+
+    def _logprobs_or_quarantine(self, batch: TrainBatch, which: RowIds, *, last: bool) -> Tensor | None:
+        """Return ``_logprobs``, or None if a group makes the pass raise.
+
+        Ranks that compute together cannot test a group alone, so with several ranks the error ends the process.
+        """
+        try:
+            return self._logprobs(batch, which, last=last)
+        except Exception as error:
+            if not isinstance(self._ranks, OneRank):
+                raise
+            self._quarantine.record(batch, which, error, lambda rows: self._logprobs(batch, rows, last=False))
+            return None
+
+    def _logprobs(self, batch: TrainBatch, which: RowIds, *, last: bool) -> Tensor:
+        """Return float32 [T]: the completion tokens of some rows, in the order of ``tokens_of``."""
+        trainer, temperature = self._config.trainer, self._config.rollout.temperature
+
+        def forward(**inputs: Tensor) -> Tensor:
+            logits: Tensor = self._learner.forward(last=last, use_cache=False, **inputs).logits
+            return logits
+
+        return completion_logprobs(forward, batch, which, self._ranks.device, temperature, packing=trainer.packing)
+
+    def _idle_pass(self, batch: TrainBatch, *, last: bool) -> Tensor:
+        """Run a pass over the shortest row for the model's collectives; its gradient is zero."""
+        shortest = np.argsort(batch.sequence_lengths, kind="stable")[:1]
+        return self._logprobs(batch, shortest, last=last).sum() * 0.0
+
+    def _check_stop(self, stopping: Stopping) -> None:
+        if self._ranks.any(stopping()):
+            self._learner.clear()
+            raise Stopped
