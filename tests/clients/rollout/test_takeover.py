@@ -14,11 +14,13 @@ import pytest
 import staleflow
 from staleflow.clients.attachment import attach_within
 from staleflow.clients.rollout.client import AsyncRolloutClient, RolloutClient
+from staleflow.clients.rollout.engines.base import Sampling
 from staleflow.clients.rollout.engines.simulated import SimulatedEngine
 from staleflow.clients.rollout.engines.thread import EngineThread
-from staleflow.clients.rollout.groups import Recipe
+from staleflow.clients.rollout.groups import PartialGroup, Recipe, payload, trajectories
 from staleflow.clients.rollout.main import text_bytes
 from staleflow.clients.rollout.samples import Lease, LeaseError, LoadedDuring, Prefix, Sample
+from staleflow.clients.rollout.takeover import Takeover
 from staleflow.clients.rollout.worker import Worker
 from staleflow.clients.trainer.async_client import AsyncTrainerClient
 from staleflow.clients.weights import Puller
@@ -26,10 +28,11 @@ from staleflow.configs.simulation import Simulated
 from staleflow.net.client import worker_id
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
-from staleflow.protocols.consistency.ids import Lineage, Version
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.protocols.coordination import migration
 from staleflow.protocols.coordination.view import Move, Snapshot
 from staleflow.protocols.wire.messages import Attach, ModelLimits, Operations, RegisterRelease, Results
+from staleflow.protocols.wire.typed_columns import TypedColumn
 from tests.clients.rollout.test_client import PROMPT, SAMPLE, client, served, stored, taken
 from tests.servers.running import WEIGHTS, Run, StageWorker, eventually
 
@@ -281,12 +284,12 @@ async def test_the_shipped_worker_continues_what_a_client_hands_over(short_dir: 
         async with asyncio.timeout(30):
             while lease.group not in (payloads := await stored(run)):
                 pass
-    payload = payloads[lease.group]
-    starts = [0, *np.cumsum(payload.lengths).tolist()]
-    began = [payload.token_ids[start : start + 2].tolist() for start in starts[:-1]]
+    pushed = payloads[lease.group]
+    starts = [0, *np.cumsum(pushed.lengths).tolist()]
+    began = [pushed.token_ids[start : start + 2].tolist() for start in starts[:-1]]
     assert [4, 5] in began, "the finished sample is one of the group"
-    assert payload.num_samples == 2
-    assert payload.segment_summary() == [(0, 0, payload.num_tokens)]
+    assert pushed.num_samples == 2
+    assert pushed.segment_summary() == [(0, 0, pushed.num_tokens)]
 
 
 async def test_a_client_continues_what_the_shipped_worker_started(
@@ -309,9 +312,9 @@ async def test_a_client_continues_what_the_shipped_worker_started(
             for sample in lease.samples
         ]
         assert await b.push(lease, np.asarray(lease.prompt_ids), finished)
-        payload = (await stored(run))[lease.group]
-    assert payload.token_ids.tolist() == [int(token) for sample in finished for token in sample.token_ids]
-    assert payload.logprobs.tolist() == [float(value) for sample in finished for value in sample.logprobs]
+        pushed = (await stored(run))[lease.group]
+    assert pushed.token_ids.tolist() == [int(token) for sample in finished for token in sample.token_ids]
+    assert pushed.logprobs.tolist() == [float(value) for sample in finished for value in sample.logprobs]
 
 
 async def test_the_blocking_client_hands_over_and_takes_over(short_dir: Path) -> None:
@@ -332,6 +335,43 @@ async def test_the_blocking_client_hands_over_and_takes_over(short_dir: Path) ->
             other_is_ready.set()
             lease = await arrived(b, (await handing).group)
             assert [list(sample.token_ids) for sample in lease.samples] == [[4, 5], [7]]
+
+
+def test_redundant_samples_and_typed_columns_survive_two_handovers() -> None:
+    """Three samples are started for a group of two; the caller works on the finished one and the first other one."""
+    experts = TypedColumn(name="experts", per="token", dtype="int32", shape=(2,))
+    score = TypedColumn(name="score", per="sample", dtype="float32")
+    recipe = Recipe(group_size=2, started=3, sampling=Sampling(max_new_tokens=9), seed=0, columns=(experts, score))
+    lease = Lease(
+        group=GroupId(1),
+        id=LeaseId(5),
+        row={},
+        lineage=Lineage(0),
+        min_version=Version(0),
+        max_version=None,
+        group_size=2,
+        sampling=recipe.sampling,
+        seeds=(1, 2),
+    )
+    begun = replace(UNFINISHED, columns={"experts": [[7, 0]]})
+    ended = replace(ENDED, columns={"experts": [[4, 0], [5, 0]], "score": 0.5})
+    loaded = LoadedDuring([(Lineage(0), Version(0))])
+    group = Takeover.none(lease.id, recipe).partial(lease, PROMPT, [begun, ended], loaded, recipe)
+    one, two, three = trajectories(group.payload, recipe.columns)
+    moved = payload(group.payload.prompt_ids, [one, three, two], recipe.columns, unfinished=True)
+    first = Takeover.of(PartialGroup(origin=group.origin, payload=moved), recipe)
+    assert [sample.finish for sample in first.samples()] == ["interrupted", "stop"]
+    assert [sorted(sample.columns) for sample in first.samples()] == [["experts"], ["experts", "score"]]
+
+    continued = replace(
+        first.samples()[0], token_ids=[7, 8], logprobs=[-0.75, -1], versions=None, columns={"experts": [[7, 0], [8, 1]]}
+    )
+    loaded = LoadedDuring([(Lineage(0), Version(1))], first.prefixes())
+    group = first.partial(lease, PROMPT, [continued, first.samples()[1]], loaded, recipe)
+    assert (group.origin, group.payload.lengths.tolist()) == (5, [2, 0, 2])
+    assert group.payload.segments.tolist() == [[0, 0, 0, 1], [0, 0, 1, 1], [2, 0, 0, 2]]
+    assert group.payload.columns["token/experts"].tolist() == [[7, 0], [8, 1], [4, 0], [5, 0]]
+    assert group.payload.columns["sample/score"].tolist() == [0, 0, 0.5]
 
 
 PREFIXES = [
