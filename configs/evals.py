@@ -56,5 +56,5 @@ class EvalSet(Section, frozen=True, kw_only=True):
     min_p: Share = 0.0
     """Sample from tokens that are at least this share as likely as the most likely token; 0: from all."""
     max_new_tokens: NonNegative = 0
-    """Maximum length of a completion in tokens; 0: ``rollout.max_new_tokens``. ``rollout.repetition_penalty`` and
+    """Maximum length of a completion in tokens; 0: ``rollout.max_new_tokens``. The penalties of ``rollout`` and
     ``rollout.stop`` apply as in training."""

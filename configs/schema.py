@@ -360,8 +360,8 @@ class Rollout(Section, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Sample from the smallest set of most likely tokens whose probabilities add up to at least this (nucleus
     sampling); 1: from all. The trainer does not truncate: below 1 the importance weights of all tokens are biased, and
-    the run starts with a warning. Engines apply ``repetition_penalty``, ``temperature``, ``min_p``, ``top_k`` and
-    ``top_p`` in this order."""
+    the run starts with a warning. Engines apply ``repetition_penalty``, ``frequency_penalty``, ``presence_penalty``,
+    ``temperature``, ``min_p``, ``top_k`` and ``top_p`` in this order."""
     top_k: NonNegative = 0
     """Sample from this number of most likely tokens; 0: from all. Biases importance weights as ``top_p`` does."""
     min_p: Share = 0.0
@@ -370,6 +370,13 @@ class Rollout(Section, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     """Penalty of tokens that the prompt or the completion contain already: their positive scores are divided by it,
     negative ones multiplied. 1: none; values below 1 reward repetition. Biases importance weights as ``top_p`` does."""
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    """Subtracted from the score of each token as often as the completion contains it already (in an environment: the
+    answer of this call). 0: none; negative values reward repetition. Biases importance weights as ``top_p`` does. With
+    vLLM, a sample that moves to another worker starts over."""
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    """Subtracted once from the score of each token that the completion contains already; otherwise as
+    ``frequency_penalty``."""
     stop: Annotated[list[StopString], Meta(max_length=16)] = field(default_factory=list[StopString])
     """Strings that end a completion, at most 16. The token that completes one is the last token of the completion; it
     is trained and part of the text that the reward gets."""

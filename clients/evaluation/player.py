@@ -45,6 +45,8 @@ def sampling_of(given: EvalSet, rollout: Rollout) -> Sampling:
         top_k=given.top_k,
         min_p=given.min_p,
         repetition_penalty=rollout.repetition_penalty,
+        frequency_penalty=rollout.frequency_penalty,
+        presence_penalty=rollout.presence_penalty,
         stop=tuple(rollout.stop),
     )
 

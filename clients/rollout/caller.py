@@ -1,20 +1,42 @@
 """The producer behind a client: leases and weights wait here until the caller takes, loads and pushes."""
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from staleflow.clients.rollout.engines.base import Trajectory
 from staleflow.clients.rollout.groups import ActiveLease, PartialGroup, Recipe
 from staleflow.clients.rollout.samples import Lease, LoadedDuring
 from staleflow.clients.rollout.session import GiveUp
+from staleflow.clients.rollout.takeover import Takeover
+from staleflow.clients.rollout.transfers import register, store
 from staleflow.clients.weights import PulledVersion
 from staleflow.configs.schema import Config
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused, Unavailable
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version
 from staleflow.protocols.consistency.limits import Bound
 from staleflow.protocols.wire.messages import InstanceStats, Result
 from staleflow.protocols.wire.trajectory import GroupPayload
+
+log = logging.getLogger(__name__)
+
+MOVE_RETRY_INTERVAL_S = 0.1
+"""Time between two requests for a place at another worker."""
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """A group that the caller wants to hand over in its current state."""
+
+    group: PartialGroup
+    end_s: float
+    """End of the wait for a free place, in the event loop's time."""
+    answer: "asyncio.Future[bool | Refused]"
+    """True: the lease is over; False: the group stays; an error: it stays and can never leave in this state."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,8 +45,9 @@ class OpenLease:
 
     lease: Lease
     active: ActiveLease
+    takeover: Takeover
     loaded: LoadedDuring
-    payload: "asyncio.Future[GroupPayload]"
+    outcome: "asyncio.Future[GroupPayload | Offer]"
     settled: "asyncio.Future[Result]"
     taken: bool = False
 
@@ -40,8 +63,12 @@ class PendingLoad:
 class Caller:
     """The session's producer: waits for the caller to take, load and push."""
 
-    def __init__(self, recipe: Recipe, config: Config, max_lease_s: float) -> None:
+    def __init__(
+        self, recipe: Recipe, config: Config, max_lease_s: float, scheduler: Client, shards: Sequence[Client]
+    ) -> None:
         self._recipe = recipe
+        self._scheduler = scheduler
+        self._shards = shards
         self._max_lease_s = max_lease_s
         staleness = config.staleness
         self._bound = staleness.max_staleness if staleness.bound is Bound.TRAJECTORY else None
@@ -59,8 +86,14 @@ class Caller:
     async def produce(
         self, active: ActiveLease, row: Mapping[str, Any], partial: PartialGroup | None
     ) -> GroupPayload | None:
-        """Return the group that the caller pushes. Samples of another instance are ignored: the group starts over."""
+        """Return the group that the caller pushes; None if another worker continues it.
+
+        Samples of newer weights than the loaded ones start over, since versions never decrease in a sample.
+        """
         loop, assign = asyncio.get_running_loop(), active.assign
+        takeover = Takeover.none(assign.lease, self._recipe)
+        if partial is not None and (partial.newest() or self.loaded) <= self.loaded:
+            takeover = Takeover.of(partial, self._recipe)
         lease = Lease(
             group=assign.group,
             id=assign.lease,
@@ -70,17 +103,19 @@ class Caller:
             max_version=None if self._bound is None else Version(assign.version + self._bound),
             group_size=self._recipe.group_size,
             sampling=self._recipe.sampling,
-            seeds=tuple(self._recipe.sample_seed(assign, n) for n in range(self._recipe.group_size)),
+            seeds=tuple(self._recipe.sample_seed(assign, n, takeover.origin) for n in takeover.chosen),
+            prompt_ids=takeover.prompt_ids,
+            samples=takeover.samples(),
             interrupted=active.interrupted,
         )
-        one = OpenLease(lease, active, LoadedDuring(), loop.create_future(), loop.create_future())
+        loaded = LoadedDuring(prefixes=takeover.prefixes())
+        one = OpenLease(lease, active, takeover, loaded, loop.create_future(), loop.create_future())
         if not self.open:
             self._busy_since_s = loop.time()
         self.open[lease.id] = one
         self.changed.set()
         try:
-            async with asyncio.timeout(self._max_lease_s):
-                payload = await one.payload
+            payload = await self._payload(one, loop.time() + self._max_lease_s)
         except TimeoutError:
             detail = f"{lease} was neither pushed nor released within {self._max_lease_s:g} s (max_lease_s)"
             self._end(one, Result(code=Code.STALE_LEASE, detail=detail))
@@ -91,8 +126,50 @@ class Caller:
         except asyncio.CancelledError:
             self._end(one, Result(code=Code.STALE_LEASE, detail=f"the run took {lease} back"))
             raise
-        self._generated += payload.num_tokens
+        if payload is None:
+            self._end(one, Result(code=Code.STALE_LEASE, detail=f"another worker continues {lease}"))
+            return None
+        self._count(payload, [one.takeover.started[n] for n in one.takeover.chosen])
         return payload
+
+    async def _payload(self, one: OpenLease, end_s: float) -> GroupPayload | None:
+        """Return what the caller pushes; None once the group has moved. Raise ``TimeoutError`` at ``end_s``."""
+        while True:
+            async with asyncio.timeout_at(end_s):
+                outcome = await one.outcome
+            if not isinstance(outcome, Offer):
+                return outcome
+            one.outcome = asyncio.get_running_loop().create_future()
+            if await self._moved(one, outcome):
+                self._count(outcome.group.payload, one.takeover.started)
+                return None
+
+    async def _moved(self, one: OpenLease, made: Offer) -> bool:
+        """Offer a group to the run; return True if its lease is over."""
+        loop, assign, lease = asyncio.get_running_loop(), one.active.assign, one.lease
+        answer: bool | Refused = False
+        try:
+            op = await store(assign, made.group, self._shards[assign.shard], any_target=True)
+            result = await register(op, self._scheduler)
+            while result.code is Code.BUSY and loop.time() < made.end_s and not lease.interrupted:
+                await asyncio.sleep(MOVE_RETRY_INTERVAL_S)
+                result = await register(op, self._scheduler)
+            answer = result.code in (None, Code.STALE_LEASE)
+            why = result.detail
+        except (Refused, Unavailable) as no:
+            why = str(no)
+            if isinstance(no, Refused) and no.code not in (Code.BUSY, Code.STALE_LEASE):
+                answer = Refused(no.code, f"{lease}: {no.detail}")
+        if answer is not True:
+            log.info("%s stays here: %s", lease, why)
+            lease.used = lease.move_ordered = False
+        if not made.answer.done():
+            made.answer.set_result(answer)
+        return answer is True
+
+    def _count(self, payload: GroupPayload, taken_over: Sequence[Trajectory]) -> None:
+        """Count the tokens that the caller generated."""
+        self._generated += max(0, payload.num_tokens - sum(len(sample.token_ids) for sample in taken_over))
 
     def interrupt(self, active: ActiveLease) -> None:
         """Tell the caller to push soon."""
@@ -102,7 +179,10 @@ class Caller:
             one.lease.changed()
 
     def leave_group(self, active: ActiveLease) -> None:
-        """Ignore the order: only the caller has the tokens. The group stays under its lease."""
+        """Pass the order on: the tokens are at the caller. If it ignores the order, the group stays."""
+        if (one := self.open.get(active.assign.lease)) is not None:
+            one.lease.move_ordered = True
+            one.lease.changed()
 
     def settled(self, active: ActiveLease, result: Result) -> None:
         """Pass the result of a push on to the caller."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 from numpy.typing import NDArray
 
 from staleflow.clients.attached import ATTACH_TIMEOUT_S, AttachedClient, Blocking
-from staleflow.clients.rollout.caller import Caller, OpenLease, PendingLoad
+from staleflow.clients.rollout.caller import Caller, Offer, OpenLease, PendingLoad
 from staleflow.clients.rollout.engines.base import LoadError
 from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.samples import Lease, LeaseError, Sample, group_payload
@@ -33,7 +33,6 @@ from staleflow.net.transport import Transport
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Version
 from staleflow.protocols.wire.messages import InstanceStats
-from staleflow.protocols.wire.typed_columns import TypedColumn
 
 T = TypeVar("T")
 
@@ -42,6 +41,8 @@ Load = Callable[[PulledVersion], Awaitable[None] | None]
 
 LEASE_TIMEOUT_S = 1800.0
 """Default of ``max_lease_s``."""
+MOVE_TIMEOUT_S = 10.0
+"""Default time that a group waits for a place at another worker."""
 
 
 class AsyncRolloutClient(AttachedClient):
@@ -76,7 +77,7 @@ class AsyncRolloutClient(AttachedClient):
         self._capacity = capacity
         self._max_lease_s = max_lease_s
         self._caller: Caller
-        self._columns: tuple[TypedColumn, ...] = ()
+        self._recipe: Recipe
         self._session: LeaseSession
         self._running: asyncio.Task[None]
         self.run_dir = Path()
@@ -91,8 +92,8 @@ class AsyncRolloutClient(AttachedClient):
         puller = Puller(attached.parameters, worker=me, transport=self._transport, deltas=deltas, direct=direct)
         self._stack.callback(puller.close)
         recipe = Recipe.of(config)
-        self._columns = recipe.columns
-        self._caller = Caller(recipe, config, self._max_lease_s)
+        self._recipe = recipe
+        self._caller = Caller(recipe, config, self._max_lease_s, self._scheduler, shards)
         self._session = LeaseSession(me, self._scheduler, shards, puller, self._caller, recipe)
         self._running = asyncio.ensure_future(self._work())
         self._running.add_done_callback(lambda _: self._caller.changed.set())
@@ -159,7 +160,7 @@ class AsyncRolloutClient(AttachedClient):
         """
         if (one := self._find(lease)) is None:
             return False
-        one.payload.set_result(group_payload(lease, prompt_ids, samples, one.loaded, self._columns))
+        one.outcome.set_result(group_payload(lease, prompt_ids, samples, one.loaded, self._recipe.columns))
         lease.used = True
         await asyncio.wait((one.settled, self._running), return_when=asyncio.FIRST_COMPLETED)
         if not one.settled.done():  # the run is over; its servers may still accept the push, or be gone
@@ -174,11 +175,49 @@ class AsyncRolloutClient(AttachedClient):
             raise Refused(cast(Code, result.code), f"{lease}: {result.detail}")
         return True
 
+    async def partial(
+        self,
+        lease: Lease,
+        prompt_ids: Sequence[int] | NDArray[Any],
+        samples: Sequence[Sample],
+        *,
+        timeout_s: float = MOVE_TIMEOUT_S,
+    ) -> bool:
+        """Hand over a group in its current state; another worker continues it from these tokens.
+
+        ``samples``: all ``group_size`` of them; those that are not finished have ``finish="interrupted"`` and may have
+        no tokens. ``timeout_s``: maximum time to wait for a free place at a worker whose weights are new enough; the
+        next one is reserved for the group. Return True once the lease is over, as another worker has the group or the
+        run had taken it back. Return False if it is still held: there was no such worker or no place, or the run wants
+        the tokens so far (``lease.interrupted``). Raise ``LeaseError`` if the samples do not match the lease, and
+        ``Refused`` if the run rejects them; the lease is still held then, too.
+        """
+        if (one := self._find(lease)) is None:
+            return True
+        if self.config.environment.run:
+            where = f"environment.run is {self.config.environment.run!r}"
+            raise LeaseError(f"{lease}: {where}; episodes do not move, so push or release the lease")
+        group = one.takeover.partial(lease, prompt_ids, samples, one.loaded, self._recipe)
+        if lease.interrupted:
+            return False
+        loop = asyncio.get_running_loop()
+        made = Offer(group, loop.time() + timeout_s, loop.create_future())
+        one.outcome.set_result(made)
+        lease.used = True
+        await asyncio.wait((made.answer, one.settled, self._running), return_when=asyncio.FIRST_COMPLETED)
+        if not made.answer.done():  # the run took the lease back, or is over
+            if not one.settled.done():
+                self._running.result()
+            return True
+        if isinstance(answer := made.answer.result(), Refused):
+            raise answer
+        return answer
+
     async def release(self, lease: Lease, why: str, *, hopeless: bool = False) -> None:
-        """Give a lease back; the run generates its group elsewhere. ``hopeless``: no engine can, for example because
-        the prompt is too long."""
+        """Give a lease back; the run generates its group again, elsewhere. ``hopeless``: no engine can, for example
+        because the prompt is too long."""
         if (one := self._find(lease)) is not None:
-            one.payload.set_exception(GiveUp(f"at {self.name}, {why}", hopeless=hopeless))
+            one.outcome.set_exception(GiveUp(f"at {self.name}, {why}", hopeless=hopeless))
             lease.used = True
             await asyncio.sleep(0)  # the session sends the release
 
@@ -197,7 +236,7 @@ class AsyncRolloutClient(AttachedClient):
         if lease.ended and not lease.used:
             return None
         held = ", ".join(str(one.lease.id) for one in self._caller.open.values() if not one.lease.used)
-        allowed = f"it has {held or 'none'}, and each is pushed or released once"
+        allowed = f"it has {held or 'none'}, and each is pushed, handed over or released once"
         raise LeaseError(f"{lease} is not held by {self.name}: {allowed}")
 
     def loader(self) -> Load:
@@ -304,6 +343,17 @@ class RolloutClient(Blocking[AsyncRolloutClient]):
     def push(self, lease: Lease, prompt_ids: Sequence[int] | NDArray[Any], samples: Sequence[Sample]) -> bool:
         """As ``AsyncRolloutClient.push``."""
         return self._wait(self._client.push(lease, prompt_ids, samples))
+
+    def partial(
+        self,
+        lease: Lease,
+        prompt_ids: Sequence[int] | NDArray[Any],
+        samples: Sequence[Sample],
+        *,
+        timeout_s: float = MOVE_TIMEOUT_S,
+    ) -> bool:
+        """As ``AsyncRolloutClient.partial``."""
+        return self._wait(self._client.partial(lease, prompt_ids, samples, timeout_s=timeout_s))
 
     def release(self, lease: Lease, why: str, *, hopeless: bool = False) -> None:
         """As ``AsyncRolloutClient.release``."""

@@ -15,6 +15,8 @@ from staleflow.protocols.wire.trajectory import Finish, GroupPayload
 from staleflow.protocols.wire.typed_columns import TypedColumn, encode_columns
 
 Loaded = tuple[Lineage, Version]
+Stretch = tuple[Lineage, Version, int]
+"""Lineage, version and number of consecutive tokens that this version wrote."""
 
 
 class LeaseError(ValueError):
@@ -44,14 +46,23 @@ class Lease:
     """Sampling settings of the run. Log-probabilities must be those of the distribution after temperature."""
     seeds: tuple[int, ...]
     """One seed for each sample. Their use is optional; another lease of the same group has others."""
+    prompt_ids: NDArray[np.int32] | None = None
+    """Token ids of the prompt, if another worker has started the group; else None."""
+    samples: "tuple[Sample, ...]" = ()
+    """The samples of a group that another worker has started, ``group_size`` of them; else empty. Those with
+    ``finish="interrupted"`` must be continued after their last token (there may be none yet); the others are complete.
+    """
+    move_ordered: bool = False
+    """The run wants another worker to continue the group: hand it over soon with ``partial``, or ignore the order."""
     interrupted: bool = False
     """The run asks for the tokens written so far: push them soon, with ``finish="interrupted"``."""
     ended: bool = False
-    """The lease was pushed or released, or the run took it back: its tokens are discarded."""
+    """The lease was pushed, handed over or released, or the run took it back: its tokens are discarded."""
     used: bool = False
-    """The client pushed or released it."""
+    """The client pushed, handed over or released it."""
     on_change: Callable[[], None] | None = None
-    """Called when ``interrupted`` or ``ended`` becomes True, in the thread of the client's event loop."""
+    """Called when ``interrupted``, ``move_ordered`` or ``ended`` becomes True, in the thread of the client's event
+    loop."""
 
     @property
     def deadline(self) -> Step | None:
@@ -75,8 +86,8 @@ class Sample:
     logprobs: Sequence[float] | NDArray[np.floating[Any]]
     """Log-probability of each token in the distribution that it was sampled from."""
     versions: int | Sequence[int] | NDArray[np.integer[Any]] | None = None
-    """Version that wrote each token, or one for all of them. None: the only one that was loaded since the lease was
-    taken."""
+    """Version that wrote each token, or one for all of them. None: tokens taken over from ``Lease.samples`` keep
+    theirs; the others are of the only version that was loaded since the lease was taken."""
     finish: Literal["stop", "length", "interrupted"] = "stop"
     loss_mask: Sequence[int] | NDArray[np.integer[Any]] | None = None
     """1 for tokens that the policy wrote, 0 for those of ``environment.run``; None: all 1."""
@@ -85,19 +96,41 @@ class Sample:
     one value for the sample, an array, a number or bytes."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """The tokens of one sample that another worker wrote."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    segments: Sequence[Stretch]
+
+    def begins(self, token_ids: Array, logprobs: Array) -> bool:
+        """Return whether a sample begins with these tokens.
+
+        The log-probabilities distinguish a continued sample from one that was generated again with the same first
+        tokens.
+        """
+        end = len(self.token_ids)
+        same_tokens = np.array_equal(token_ids[:end], self.token_ids)
+        return same_tokens and np.array_equal(logprobs[:end], self.logprobs)
+
+
 @dataclass(slots=True, eq=False)
 class LoadedDuring:
-    """Versions that may have written tokens of a lease: the one loaded when it was taken, and those loaded since."""
+    """Versions that may have written tokens of a lease: the one loaded when it was taken, those loaded since, and those
+    of the samples that another worker left."""
 
     loads: list[Loaded] = field(default_factory=list[Loaded])
+    prefixes: Sequence[Prefix] = ()
 
     def lineage_of(self, version: int, where: str) -> Lineage:
         """Return the lineage in which ``version`` was loaded. Raise ``LeaseError`` if it was not, or in two."""
-        lineages = sorted({lineage for lineage, loaded in self.loads if loaded == version})
+        allowed = {*self.loads, *((lineage, v) for prefix in self.prefixes for lineage, v, _ in prefix.segments)}
+        lineages = sorted({lineage for lineage, loaded in allowed if loaded == version})
         if len(lineages) == 1:
             return lineages[0]
         if not lineages:
-            loaded = ", ".join(str(version) for version in sorted({version for _, version in self.loads}))
+            loaded = ", ".join(str(version) for version in sorted({version for _, version in allowed}))
             raise LeaseError(f"{where}: version {version} was not loaded while the lease was held; it must be {loaded}")
         raise LeaseError(f"{where}: the run was rolled back and version {version} loaded again; release the lease")
 
@@ -110,6 +143,15 @@ class LoadedDuring:
             f"{where}: versions is None, but {versions} were loaded while the lease was held; give one a token"
         )
 
+    def implied(self, token_ids: Array, logprobs: Array, where: str) -> "list[Stretch]":
+        """Return the versions of the tokens of a sample without versions of its own. Raise ``LeaseError``."""
+        matching = [prefix for prefix in self.prefixes if prefix.begins(token_ids, logprobs)]
+        longest = max(matching, key=lambda prefix: len(prefix.token_ids), default=None)
+        segments = [] if longest is None else list(longest.segments)
+        if more := len(token_ids) - sum(tokens for *_, tokens in segments):
+            segments.append((*self.only(where), more))
+        return segments
+
 
 def group_payload(
     lease: Lease,
@@ -117,8 +159,13 @@ def group_payload(
     samples: Sequence[Sample],
     loaded: LoadedDuring,
     declared: Sequence[TypedColumn] = (),
+    *,
+    unfinished: bool = False,
 ) -> GroupPayload:
-    """Return the checked columns of a group. Raise ``LeaseError`` for the first thing that is wrong."""
+    """Return the checked columns of a group. Raise ``LeaseError`` for the first thing that is wrong.
+
+    ``unfinished``: some samples are not finished, so their typed columns may be missing.
+    """
     if len(samples) != lease.group_size:
         raise LeaseError(
             f"{lease}: {len(samples)} samples; it must have {lease.group_size}, as rollout.group_size says"
@@ -134,10 +181,11 @@ def group_payload(
         given = (("token_ids", sample.token_ids, np.int32), ("logprobs", sample.logprobs, np.float32))
         for name, values, dtype in (*given, ("loss_mask", mask, np.uint8)):
             columns[name].append(_column(name, values, np.dtype(dtype), tokens, where))
-        segments += [(number, *segment) for segment in _segments(sample, tokens, loaded, where)]
+        written = _segments(sample, columns["token_ids"][-1], columns["logprobs"][-1], loaded, where)
+        segments += [(number, *segment) for segment in written]
     lengths = [len(sample.token_ids) for sample in samples]
     try:
-        typed = encode_columns(declared, [sample.columns for sample in samples], lengths)
+        typed = encode_columns(declared, [sample.columns for sample in samples], lengths, fill=unfinished)
     except ValueError as error:
         raise LeaseError(f"{lease}, {error}") from error
     payload = GroupPayload(
@@ -175,17 +223,17 @@ def _column(name: str, values: Any, dtype: "np.dtype[Any]", tokens: int, where: 
     return converted
 
 
-def _segments(sample: Sample, tokens: int, loaded: LoadedDuring, where: str) -> list[tuple[Lineage, Version, int]]:
-    """Return (lineage, version, number of tokens) of each stretch that one version wrote."""
-    if not tokens:
+def _segments(sample: Sample, token_ids: Array, logprobs: Array, loaded: LoadedDuring, where: str) -> list[Stretch]:
+    """Return the stretches of tokens that one version wrote."""
+    if not (tokens := len(token_ids)):
         return []
     if sample.versions is None:
-        return [(*loaded.only(where), tokens)]
+        return loaded.implied(token_ids, logprobs, where)
     if isinstance(sample.versions, int):
         return [(loaded.lineage_of(sample.versions, where), Version(sample.versions), tokens)]
     versions = _column("versions", sample.versions, np.dtype(np.int64), tokens, where)
     starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
-    stretches: list[tuple[Lineage, Version, int]] = []
+    stretches: list[Stretch] = []
     for start, end in zip(starts, [*starts[1:], tokens], strict=True):
         version = Version(int(versions[start]))
         stretches.append((loaded.lineage_of(version, where), version, end - start))

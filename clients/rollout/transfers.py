@@ -24,6 +24,7 @@ from staleflow.protocols.wire.messages import (
     PartialFrames,
     PutPartial,
     RegisterYield,
+    Result,
     Results,
     Rows,
 )
@@ -40,19 +41,10 @@ MAX_ROWS_BYTES = 64 << 20
 
 
 async def hand_over(assign: Assign, group: PartialGroup, shard: Client, scheduler: Client) -> bool:
-    """Give up a group in its current state. Return True if its lease is over, False if the group continues here."""
-    specs, frames = specs_and_frames(group.payload.to_arrays())
-    partial = PartialFrames(origin=group.origin, frames=specs)
-    put = PutPartial(group=assign.group, lease=assign.lease, partial=partial)
-    lineage, version = group.newest() or (assign.lineage, assign.version)
-    op = RegisterYield(
-        group=assign.group, lease=assign.lease, lineage=lineage, version=version, sha=partial_sha(partial, frames)
-    )
+    """Give up a group that the scheduler has ordered to leave. Return True if its lease is over, False if the group
+    continues here."""
     try:
-        await shard.ask(put, Done, frames, timeout_s=PUT_TIMEOUT_S)
-        # Only the scheduler decides whether the group has left, so wait without a limit: two workers must never
-        # generate under one lease.
-        result = (await scheduler.ask(Operations(ops=[op]), Results, timeout_s=None)).results[0]
+        result = await register(await store(assign, group, shard), scheduler)
     except (Refused, Unavailable) as no:
         log.info("group %d, lease %d stays here: %s", assign.group, assign.lease, no)
         return False
@@ -60,6 +52,34 @@ async def hand_over(assign: Assign, group: PartialGroup, shard: Client, schedule
         return True
     log.info("group %d, lease %d stays here: %s", assign.group, assign.lease, result.detail)
     return False
+
+
+async def store(assign: Assign, group: PartialGroup, shard: Client, *, any_target: bool = False) -> RegisterYield:
+    """Store a group in its current state at its shard; return the operation that moves it.
+
+    ``any_target``: the scheduler has ordered no move and chooses the worker. Raise ``Refused`` or ``Unavailable``.
+    """
+    specs, frames = specs_and_frames(group.payload.to_arrays())
+    partial = PartialFrames(origin=group.origin, frames=specs)
+    put = PutPartial(group=assign.group, lease=assign.lease, partial=partial)
+    lineage, version = group.newest() or (assign.lineage, assign.version)
+    op = RegisterYield(
+        group=assign.group,
+        lease=assign.lease,
+        lineage=lineage,
+        version=version,
+        sha=partial_sha(partial, frames),
+        any_target=any_target,
+    )
+    await shard.ask(put, Done, frames, timeout_s=PUT_TIMEOUT_S)
+    return op
+
+
+async def register(op: RegisterYield, scheduler: Client) -> Result:
+    """Let the scheduler move a group that is stored at its shard."""
+    # Only the scheduler decides whether the group has left, so wait without a limit: two workers must never generate
+    # under one lease.
+    return (await scheduler.ask(Operations(ops=[op]), Results, timeout_s=None)).results[0]
 
 
 async def fetch_rows(

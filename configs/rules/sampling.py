@@ -6,7 +6,7 @@ from staleflow.configs.errors import shown
 from staleflow.configs.rules.algorithm import TO_OLD
 from staleflow.configs.schema import Algorithm, Config, Rollout
 
-SHAPING = ("top_p", "top_k", "min_p", "repetition_penalty")
+SHAPING = ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 """Keys that change the engines' distribution and not the trainer's. The trainer divides by ``temperature`` as well."""
 
 

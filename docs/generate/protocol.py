@@ -69,9 +69,14 @@ Arrays: `TensorSpec` names an array, and its frame has exactly the bytes of dtyp
    that is at least the command's, and send `PushGroups` to the same shard. Its reply is `Results`: `code` None means
    that the group is durable and registered. `stale_lease` and `stale` mean that it was discarded.
 5. A group that cannot be generated is given back: `Operations` with a `RegisterRelease`, `why` `aborted`.
-6. `Interrupt`: push the tokens so far, with `truncated`. `Abort`: discard the lease. `Yield` may be ignored.
-   `Evaluate` is sent to workers only whose `Attach` had `eval_prompts`.
-7. `Detach` when the worker leaves. `Commands` with `drain` means: finish, then leave.
+6. `Interrupt`: push the tokens so far, with `truncated`. `Abort`: discard the lease. `Evaluate` is sent to
+   workers only whose `Attach` had `eval_prompts`.
+7. `Yield`: hand the group over, or ignore the order. Send all started samples to the shard (`PutPartial`), then
+   `Operations` with a `RegisterYield`. A worker may also do so without an order, with `any_target`: `busy` then
+   means that no worker has a free place yet. Without success the lease is unchanged. A worker that gets an
+   `Assign` with `partial` requests those samples with `GetRows` and continues them, or starts over; their tokens keep
+   their versions.
+8. `Detach` when the worker leaves. `Commands` with `drain` means: finish, then leave.
 
 A push has these arrays, for n samples with T tokens in all (completions one after another):
 

@@ -62,7 +62,7 @@ class GroupOperations:
         self._prompt_failures = prompt_failures
         self._backoff = backoff
         self._outcomes = outcomes
-        self._handoffs = Handoffs(state.interpreter, state.instances)
+        self._handoffs = Handoffs(state.interpreter, state.instances, backoff)
         self._replies = replies
         self._rejects = rejects
         self._metrics = metrics

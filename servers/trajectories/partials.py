@@ -5,7 +5,7 @@ need not be durable, and when there is no room the oldest are discarded; their g
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
@@ -29,6 +29,8 @@ class Partial:
     key: Key
     header: PartialFrames
     frames: list[bytes]
+    peer: str = field(default="", compare=False)
+    """Connected worker that sent them."""
 
     @property
     def nbytes(self) -> int:
@@ -54,15 +56,17 @@ class Partials:
         frames: Sequence[memoryview],
         limits: PayloadLimits = PLAIN,
         samples: int = 0,
+        peer: str = "",
     ) -> None:
         """Store the samples that a lease left.
 
-        ``samples``: number of samples of a group that migrates; 0: any. Raise ``ProtocolError`` if they are malformed
-        or exceed the run's ``limits``, and ``Refused`` if they can never fit, a newer lease has left samples, or this
-        lease has left different ones.
+        ``samples``: number of samples of a group that migrates; 0: any. ``peer``: worker that sent them, which may
+        replace them: it generates on after a handover that the scheduler has refused. Raise ``ProtocolError`` if they
+        are malformed or exceed the run's ``limits``, and ``Refused`` if they can never fit, a newer lease has left
+        samples, or another worker has sent different ones for this lease.
         """
         check_partial(header, frames, lease=key.lease, limits=limits, samples=samples)
-        partial = Partial(key, header, [bytes(frame) for frame in frames])
+        partial = Partial(key, header, [bytes(frame) for frame in frames], peer)
         if partial.nbytes > self._most_bytes:
             raise Refused(
                 Code.OVERSIZE, f"the samples have {partial.nbytes} bytes; at most {self._most_bytes} are kept"
@@ -72,7 +76,8 @@ class Partials:
             raise Refused(
                 Code.STALE_LEASE, f"lease {existing.key.lease} of group {key.group} is newer and has left samples"
             )
-        if existing is not None and existing.key == key and existing != partial:
+        own = existing is not None and bool(peer) and existing.peer == peer
+        if existing is not None and existing.key == key and existing != partial and not own:
             raise Refused(Code.CONFLICT, f"lease {key.lease} of group {key.group} has already left other samples")
         self._drop(key.group)
         self._kept[key.group] = partial

@@ -205,7 +205,7 @@ class TrajectoryService(Service):
         if self._model is None:
             raise Refused(Code.BUSY, _NO_MODEL)
         key = Key(body.group, body.lease)
-        self._partials.put(key, body.partial, call.frames, self._limits, self._samples_started)
+        self._partials.put(key, body.partial, call.frames, self._limits, self._samples_started, call.peer)
         return Done()
 
     def _rows(self, body: GetRows) -> Handled:

@@ -42,7 +42,8 @@ class LoadError(EngineError):
 class Sampling:
     """Parameters of token sampling; ``dataclasses.replace`` gives those of one request.
 
-    Scores pass, in this order: ``repetition_penalty``, ``temperature``, ``min_p``, ``top_k``, ``top_p``.
+    Scores pass, in this order: ``repetition_penalty``, ``frequency_penalty`` and ``presence_penalty``, ``temperature``,
+    ``min_p``, ``top_k``, ``top_p``.
     """
 
     max_new_tokens: int
@@ -56,6 +57,10 @@ class Sampling:
     """Sample from tokens that are at least this share as likely as the most likely one; 0: from all."""
     repetition_penalty: float = 1.0
     """Divide positive scores, and multiply negative ones, of tokens that prompt or completion contain; 1: none."""
+    frequency_penalty: float = 0.0
+    """Subtract this from the score of a token as often as the completion contains it; 0: none."""
+    presence_penalty: float = 0.0
+    """Subtract this once from the score of each token that the completion contains; 0: none."""
     stop: tuple[str, ...] = ()
     """The first token after which the text of the completion contains one of these strings is the last token."""
 
@@ -69,6 +74,8 @@ class Sampling:
             top_k=rollout.top_k,
             min_p=rollout.min_p,
             repetition_penalty=rollout.repetition_penalty,
+            frequency_penalty=rollout.frequency_penalty,
+            presence_penalty=rollout.presence_penalty,
             stop=tuple(rollout.stop),
         )
 
@@ -279,6 +286,8 @@ def check_sampling(sampling: Sampling) -> None:
         ("top_k", sampling.top_k, sampling.top_k >= 0, "at least 0"),
         ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "from 0 to 1"),
         ("repetition_penalty", sampling.repetition_penalty, 0 < sampling.repetition_penalty < math.inf, "above 0"),
+        ("frequency_penalty", sampling.frequency_penalty, -2 <= sampling.frequency_penalty <= 2, "from -2 to 2"),
+        ("presence_penalty", sampling.presence_penalty, -2 <= sampling.presence_penalty <= 2, "from -2 to 2"),
         ("stop", list(sampling.stop), all(sampling.stop), "without empty strings"),
     ):
         if not valid:

@@ -46,6 +46,8 @@ class RunningBatch:
         self.top_k = np.zeros(slots, np.int64)
         self.min_p = np.zeros(slots, np.float32)
         self.repetition_penalty = np.ones(slots, np.float32)
+        self.frequency_penalty = np.zeros(slots, np.float32)
+        self.presence_penalty = np.zeros(slots, np.float32)
         self.seed = np.zeros(slots, np.uint64)
         self.token_ids = np.zeros((slots, 64), np.int32)
         self.logprobs = np.zeros((slots, 64), np.float32)
@@ -75,6 +77,8 @@ class RunningBatch:
         self.top_k[row] = request.sampling.top_k
         self.min_p[row] = request.sampling.min_p
         self.repetition_penalty[row] = request.sampling.repetition_penalty
+        self.frequency_penalty[row] = request.sampling.frequency_penalty
+        self.presence_penalty[row] = request.sampling.presence_penalty
         self.seed[row] = request.seed & 0xFFFFFFFFFFFFFFFF
         self.requests.append(request)
         marks = VersionMarks()
@@ -138,7 +142,8 @@ class RunningBatch:
             self._row_of[self.requests[target].id] = target
         for column in (
             self.position, self.last, self.count, self.limit, self.interrupted, self.stopped, self.temperature,
-            self.top_p, self.top_k, self.min_p, self.repetition_penalty, self.seed, self.token_ids, self.logprobs,
+            self.top_p, self.top_k, self.min_p, self.repetition_penalty, self.frequency_penalty, self.presence_penalty,
+            self.seed, self.token_ids, self.logprobs,
         ):  # fmt: skip
             column[targets] = column[sources]
         del self.requests[size:], self.marks[size:]

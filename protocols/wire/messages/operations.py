@@ -77,7 +77,7 @@ class RegisterReject(Message, frozen=True, kw_only=True):
 
 
 class RegisterYield(Message, frozen=True, kw_only=True):
-    """Op of a worker that got ``Yield``: its shard has the samples so far, and another instance may continue them.
+    """Op of a worker that gives up a group: its shard has the samples so far, and another instance may continue them.
 
     Success: the lease has ended and the group is leased to another instance. ``stale_lease``: the lease had ended
     before. Any other code: nothing has changed, and the worker continues under the same lease.
@@ -91,6 +91,9 @@ class RegisterYield(Message, frozen=True, kw_only=True):
     """Newest version that wrote any of the samples; the lease's own if they are empty."""
     sha: Sha
     """Hash of the samples and their header on the shard (``partial_samples.partial_sha``)."""
+    any_target: bool = False
+    """The worker got no ``Yield``: the scheduler chooses an instance with a free place. The result ``busy`` means that
+    all places are taken, and the next one of an instance is reserved for ten seconds: send the op again."""
 
 
 Op = (

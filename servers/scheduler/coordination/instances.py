@@ -206,6 +206,11 @@ class Instances:
         self._order(instance, Yield(lease=order.lease))
         self.touch(order.to)
 
+    def reserve_move(self, order: Move, now_ms: int) -> None:
+        """Keep a place free at the target of a move that its source has requested."""
+        self.moves.order(order, now_ms, reserved=True)
+        self.touch(order.to)
+
     def end_move(self, lease: LeaseId) -> None:
         """Discard the move of a lease, if there is one."""
         if (order := self.moves.end(lease)) is not None:

@@ -21,6 +21,8 @@ class PendingMove:
 
     order: Move
     since_ms: int
+    reserved: bool = False
+    """Not ordered: the instance gave up the group unasked and waits for a place at the target."""
 
 
 class Moves:
@@ -34,9 +36,9 @@ class Moves:
         """SHA-256 of that partial output."""
         self._leaving: tuple[Move, str] | None = None
 
-    def order(self, order: Move, now_ms: int) -> None:
-        """Record a move whose yield command was queued."""
-        self.pending[order.lease] = PendingMove(order, now_ms)
+    def order(self, order: Move, now_ms: int, *, reserved: bool = False) -> None:
+        """Record a move whose yield command was queued, or one for which a place is ``reserved``."""
+        self.pending[order.lease] = PendingMove(order, now_ms, reserved)
 
     def coming(self, worker: WorkerId) -> int:
         """Return the number of groups that are moving to an instance."""

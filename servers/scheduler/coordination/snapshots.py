@@ -163,7 +163,7 @@ class Snapshots:
         stats = instance.stats
         machine = self._interpreter.machine
         usable = stats.version >= 0 and machine.survives(stats.lineage, stats.version)
-        coming = self._instances.moves.coming(instance.worker) if self._moves else 0
+        coming = self._instances.moves.coming(instance.worker)
         pending = instance.commands.pending if self._counts_orders else ()
         return view.Instance(
             worker=instance.worker,

@@ -99,11 +99,18 @@ def prompts(number: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
     return [rng.integers(4, VOCABULARY, rng.integers(1, longest)).tolist() for _ in range(number)]
 
 
-def by_transformers(scores: Any, written: list[int], sampling: Sampling) -> Any:
-    """The scores of one row after the processors of ``transformers``, in the engines' order."""
+def by_transformers(scores: Any, written: list[int], sampling: Sampling, completion: list[int] | None = None) -> Any:
+    """The scores of one row after the processors of ``transformers``, in the engines' order.
+
+    ``completion``: the part of ``written`` that follows the prompt. ``transformers`` has no processor for the penalties
+    of its tokens, so they are computed here from OpenAI's formula.
+    """
     processors: list[Any] = []
     if sampling.repetition_penalty != 1:
         processors.append(reference.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    counts = torch.bincount(torch.tensor(completion or [], dtype=torch.int64), minlength=len(scores))
+    penalties = counts * sampling.frequency_penalty + (counts > 0) * sampling.presence_penalty
+    processors.append(lambda _, scores: scores - penalties)
     processors.append(reference.TemperatureLogitsWarper(sampling.temperature))
     if sampling.min_p:
         processors.append(reference.MinPLogitsWarper(sampling.min_p))
@@ -121,5 +128,6 @@ def expected_logprobs(model: Any, prompt: list[int], token_ids: list[int], sampl
     found = list[float]()
     for place, token in enumerate(token_ids):
         before = [*prompt, *token_ids[:place]]
-        found.append(float(by_transformers(scores[len(before) - 1], before, sampling).log_softmax(-1)[token]))
+        shaped = by_transformers(scores[len(before) - 1], before, sampling, token_ids[:place])
+        found.append(float(shaped.log_softmax(-1)[token]))
     return found

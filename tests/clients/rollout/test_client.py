@@ -185,7 +185,7 @@ async def test_a_lease_that_the_client_does_not_have_is_refused_by_name(short_di
         with pytest.raises(LeaseError, match="is not held by other: it has"):
             await other.push(second, PROMPT, GROUP)
         await foreign.release(second, "no reason")
-        with pytest.raises(LeaseError, match="each is pushed or released once"):
+        with pytest.raises(LeaseError, match="each is pushed, handed over or released once"):
             await foreign.release(second, "no reason")
 
 

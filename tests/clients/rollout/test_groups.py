@@ -1,13 +1,14 @@
 """A group in progress keeps its samples when it leaves an instance and another instance continues it."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
+from staleflow.clients.evaluation.player import sampling_of
 from staleflow.clients.rollout.engines.base import Engine, Sampling
 from staleflow.clients.rollout.engines.simulated import SimulatedEngine
 from staleflow.clients.rollout.groups import (
@@ -21,6 +22,8 @@ from staleflow.clients.rollout.groups import (
     trajectories,
 )
 from staleflow.clients.texts import ids_as_text
+from staleflow.configs.evals import EvalSet
+from staleflow.configs.schema import Rollout
 from staleflow.configs.simulation import Simulated
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
@@ -120,9 +123,19 @@ async def test_a_real_model_goes_on_with_the_tokens_as_they_were_first_sampled()
         np.testing.assert_array_equal(moved.logprobs[written], begun.payload.logprobs[start:end])
 
 
+def test_every_sampling_setting_of_the_run_reaches_training_and_evaluation() -> None:
+    set_ones: dict[str, Any] = {"top_p": 0.9, "top_k": 20, "min_p": 0.1, "temperature": 0.7, "max_new_tokens": 9}
+    penalties: dict[str, Any] = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": -0.5}
+    rollout = Rollout(group_size=2, stop=["x"], **set_ones, **penalties)
+    training = Sampling.of(rollout)
+    assert asdict(training) == {**set_ones, **penalties, "stop": ("x",)}
+    assert sampling_of(EvalSet(name="held_out", **set_ones), rollout) == training
+
+
 async def test_a_group_that_moved_continues_with_the_same_sampling() -> None:
     """Penalty and stop strings depend on the tokens that the earlier instance wrote."""
     sampling = Sampling(max_new_tokens=24, top_p=0.9, top_k=20, min_p=0.01, repetition_penalty=1.5, stop=("7 ",))
+    sampling = replace(sampling, frequency_penalty=0.5, presence_penalty=0.5)
     how = replace(recipe(), sampling=sampling)
     stayed = await Scene(transformer(decode=ids_as_text), how).done()
     begun = await Scene(transformer(decode=ids_as_text), how).left_after(steps=4)

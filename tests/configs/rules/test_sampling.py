@@ -27,7 +27,14 @@ def config(rollout: dict[str, Any], algorithm: dict[str, Any] | None = None, **t
 
 @pytest.mark.parametrize(
     ("key", "value", "text"),
-    [("top_p", 0.9, "0.9"), ("top_k", 20, "20"), ("min_p", 0.1, "0.1"), ("repetition_penalty", 1.2, "1.2")],
+    [
+        ("top_p", 0.9, "0.9"),
+        ("top_k", 20, "20"),
+        ("min_p", 0.1, "0.1"),
+        ("repetition_penalty", 1.2, "1.2"),
+        ("frequency_penalty", -0.5, "-0.5"),
+        ("presence_penalty", 0.5, "0.5"),
+    ],
 )
 def test_each_key_that_shapes_the_distribution_is_named(key: str, value: float, text: str) -> None:
     (line,) = warnings(config({key: value}))
@@ -54,7 +61,8 @@ def test_the_part_of_the_loss_that_is_biased_is_named(algorithm: dict[str, Any],
 
 
 def test_every_key_gives_a_line() -> None:
-    assert len(list(warnings(config({"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 2})))) == 4
+    penalties = {"repetition_penalty": 2, "frequency_penalty": 1, "presence_penalty": 1}
+    assert len(list(warnings(config({"top_p": 0.9, "top_k": 5, "min_p": 0.1, **penalties})))) == 6
 
 
 @pytest.mark.parametrize(
@@ -86,6 +94,8 @@ def test_the_warning_is_logged_when_a_run_starts(write: Write, caplog: pytest.Lo
         ("rollout.min_p=1.5", r"rollout\.min_p is 1\.5"),
         ("rollout.top_k=-1", r"rollout\.top_k is -1"),
         ("rollout.repetition_penalty=0", r"rollout\.repetition_penalty is 0"),
+        ("rollout.frequency_penalty=3", r"rollout\.frequency_penalty is 3"),
+        ("rollout.presence_penalty=-2.5", r"rollout\.presence_penalty is -2\.5"),
         ("rollout.stop=['']", r"rollout\.stop"),
         ("rollout.topp=0.9", r"rollout\.topp .*did you mean rollout\.top_p"),
     ],

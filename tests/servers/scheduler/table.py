@@ -299,9 +299,16 @@ class Seat:
         self.table.occupy(assign)
         del self.held[assign.lease]
 
-    def give_up(self, assign: Assign, version: int = 0) -> Code | None:
+    def give_up(self, assign: Assign, version: int = 0, *, any_target: bool = False) -> Code | None:
         """Report that the shard has the tokens written so far; a group that moved is no longer held."""
-        op = RegisterYield(group=assign.group, lease=assign.lease, lineage=Lineage(0), version=Version(version), sha="")
+        op = RegisterYield(
+            group=assign.group,
+            lease=assign.lease,
+            lineage=Lineage(0),
+            version=Version(version),
+            sha="",
+            any_target=any_target,
+        )
         code = self.table.operate(op, by=self.name)[0].code
         if code is None:
             del self.held[assign.lease]

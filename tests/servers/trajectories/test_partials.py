@@ -64,6 +64,18 @@ def test_of_two_that_say_that_a_lease_left_them_the_first_counts() -> None:
     assert found.frames == [bytes(frame) for frame in frames]
 
 
+def test_the_worker_that_left_samples_may_replace_them_as_it_goes_on_after_a_refused_move() -> None:
+    partials = Partials()
+    partials.put(key(1, 5), *samples(), peer="a")
+    header, frames = samples(seed=1)
+    partials.put(key(1, 5), header, frames, peer="a")
+    found = partials.find(key(1, 5))
+    assert found is not None
+    assert found.frames == [bytes(frame) for frame in frames]
+    with pytest.raises(Refused, match="conflict: lease 5 of group 1 has already left other samples"):
+        partials.put(key(1, 5), *samples(seed=2), peer="b")
+
+
 def test_the_same_samples_under_another_header_are_other_samples() -> None:
     partials = Partials()
     header, frames = samples()

@@ -222,19 +222,15 @@ class TransformersEngine:
             top_k=rows.top_k[here],
             min_p=rows.min_p[here],
             repetition_penalty=rows.repetition_penalty[here],
-            written=[self._written(row) for row in range(first, rows.size)],
+            frequency_penalty=rows.frequency_penalty[here],
+            presence_penalty=rows.presence_penalty[here],
+            prompts=[request.prompt_ids for request in rows.requests[here]],
+            completions=[rows.token_ids[row, : rows.count[row]] for row in range(first, rows.size)],
         )
         token_ids, logprobs = draw(logits, sampling, uniforms(rows.seed[here], rows.count[here]))
         rows.write(first, rows.size, token_ids, logprobs)
         self._generated += rows.size - first
         self._find_stop_strings(first)
-
-    def _written(self, row: int) -> np.ndarray:
-        """Return the tokens of a row that a repetition penalty applies to."""
-        rows = self._rows
-        if rows.repetition_penalty[row] == 1:
-            return np.empty(0, np.int32)
-        return np.concatenate((rows.requests[row].prompt_ids, rows.token_ids[row, : rows.count[row]]))
 
     def _find_stop_strings(self, first: int) -> None:
         """Mark the rows whose newest token completes one of their stop strings."""

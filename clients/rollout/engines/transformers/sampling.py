@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
 """Sample tokens and their log-probabilities from logits.
 
-The order of the steps is vLLM's: repetition penalty, temperature, min-p, top-k, top-p. Log-probabilities are those of
-the distribution that remains, normalised over the tokens that survive.
+The order of the steps is vLLM's: repetition penalty, frequency and presence penalty, temperature, min-p, top-k, top-p.
+Log-probabilities are those of the distribution that remains, normalised over the tokens that survive.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,12 @@ class RowSampling:
     top_k: np.ndarray
     min_p: np.ndarray
     repetition_penalty: np.ndarray
-    written: list[np.ndarray]
-    """Token ids of prompt and completion of each row with a repetition penalty; others are not read."""
+    frequency_penalty: np.ndarray
+    presence_penalty: np.ndarray
+    prompts: list[np.ndarray]
+    """Token ids of the prompt of each row."""
+    completions: list[np.ndarray]
+    """Token ids of the completion of each row so far."""
 
 
 def draw(logits: torch.Tensor, sampling: RowSampling, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -54,12 +58,17 @@ def draw(logits: torch.Tensor, sampling: RowSampling, uniform: np.ndarray) -> tu
 
 def shaped(scores: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
     """Return the scores whose softmax is sampled from; tokens outside the truncated distribution have -inf."""
-    penalised = np.flatnonzero(sampling.repetition_penalty != 1)
+    repeats = np.flatnonzero(sampling.repetition_penalty != 1)
+    counted = np.flatnonzero((sampling.frequency_penalty != 0) | (sampling.presence_penalty != 0))
     truncated = np.flatnonzero((sampling.top_p < 1) | (sampling.top_k > 0) | (sampling.min_p > 0))
-    if len(penalised) or len(truncated):
+    if len(repeats) or len(counted) or len(truncated):
         scores = scores.clone()
-    for row in penalised.tolist():
-        _penalise(scores[row], sampling.written[row], float(sampling.repetition_penalty[row]))
+    for row in repeats.tolist():
+        written = np.concatenate((sampling.prompts[row], sampling.completions[row]))
+        _penalise(scores[row], written, float(sampling.repetition_penalty[row]))
+    for row in counted.tolist():
+        frequency, presence = float(sampling.frequency_penalty[row]), float(sampling.presence_penalty[row])
+        _penalise_counts(scores[row], sampling.completions[row], frequency, presence)
     if (sampling.temperature != 1).any():
         scale = np.where(sampling.temperature == 0, 1, sampling.temperature).astype(np.float32)
         scores = scores / torch.from_numpy(scale).to(scores.device)[:, None]
@@ -79,6 +88,15 @@ def _penalise(scores: torch.Tensor, written: np.ndarray, penalty: float) -> None
     token_ids = torch.from_numpy(np.unique(written).astype(np.int64)).to(scores.device)
     seen = scores[token_ids]
     scores[token_ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
+
+
+def _penalise_counts(scores: torch.Tensor, completion: np.ndarray, frequency: float, presence: float) -> None:
+    """Penalise in place the tokens of the completion, as OpenAI's API and vLLM define both penalties."""
+    token_ids, counts = np.unique(completion, return_counts=True)
+    penalties = (frequency * counts + presence).astype(np.float32)
+    scores[torch.from_numpy(token_ids.astype(np.int64)).to(scores.device)] -= torch.from_numpy(penalties).to(
+        scores.device
+    )
 
 
 def _truncate(scores: torch.Tensor, top_p: np.ndarray, top_k: np.ndarray, min_p: np.ndarray) -> torch.Tensor:

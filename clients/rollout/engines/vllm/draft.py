@@ -2,7 +2,8 @@
 """One trajectory while vLLM generates it, in one or more attempts; an attempt is one request to vLLM.
 
 A later attempt reads the prompt and the tokens so far. It uses another seed than the earlier attempt: reusing the seed
-from its start would make the next tokens depend on the existing ones.
+from its start would make the next tokens depend on the existing ones. With a frequency or presence penalty it starts
+over, as vLLM counts only the tokens of its own output.
 """
 
 import asyncio
@@ -62,6 +63,11 @@ class Draft:
     def begin(self, attempt_id: str) -> None:
         """Start another attempt."""
         self.attempt_id = attempt_id
+        if self.request.sampling.frequency_penalty or self.request.sampling.presence_penalty:
+            self.token_ids.clear()
+            self.logprobs.clear()
+            self.stopped_at = 0
+            self._marks = VersionMarks()
         self.retry = False
         self._attempt_start = len(self.token_ids)
 

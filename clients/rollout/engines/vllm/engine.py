@@ -213,7 +213,8 @@ class VllmEngine:
         """Return vLLM's parameters of an attempt.
 
         vLLM has no tokenizer here, so the draft finds stop strings. A later attempt has earlier tokens in its prompt:
-        the repetition penalty covers prompt and output alike, vLLM's presence and frequency penalties only the output.
+        the repetition penalty covers prompt and output alike. vLLM's presence and frequency penalties cover only the
+        output, so with them each attempt of a draft starts over.
         """
         sampling = draft.request.sampling
         return SamplingParams(
@@ -223,6 +224,8 @@ class VllmEngine:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
             seed=draft.seed(),
             stop_token_ids=self._stop_ids,
             ignore_eos=True,  # stop_ids alone decides which tokens end a trajectory

@@ -29,8 +29,8 @@ REQUEST_PREFIX = "generate-tokens-"
 POLL_INTERVAL_S = 1.0
 MAX_FAILED_POLLS = 10
 PARAMETERS = (
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop_token_ids"),
-    *("ignore_eos", "logprobs", "detokenize"),
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"),
+    *("presence_penalty", "seed", "stop_token_ids", "ignore_eos", "logprobs", "detokenize"),
 )
 """Sampling parameters that a call sends; for any other the server might have a default of its own."""
 

@@ -73,14 +73,16 @@ class Scene:
 
 
 @asynccontextmanager
-async def episode(*texts: str, limit: int = 1000, **settings: Any) -> AsyncGenerator[Scene]:
-    """Open an episode whose policy writes ``texts``."""
+async def episode(
+    *texts: str, limit: int = 1000, sampling: Mapping[str, Any] | None = None, **settings: Any
+) -> AsyncGenerator[Scene]:
+    """Open an episode whose policy writes ``texts``. ``sampling``: settings of the run."""
     engine, server = GivenTexts(*texts), ChatServer()
     defaults: Mapping[str, Any] = {"tool_parser": "hermes", "reasoning_parser": "think"}
     opened = Episode(
         engine,
         ByteChatTemplate(),
-        Sampling(max_new_tokens=limit),
+        Sampling(max_new_tokens=limit, **sampling or {}),
         seed=0,
         settings=Environment(**{**defaults, **settings}),
     )

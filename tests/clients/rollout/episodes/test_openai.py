@@ -130,6 +130,8 @@ REJECTED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format", "it must be {'type': 'text'}"),
     ({"temperature": 0.5}, "temperature", "is 0.5; it must be 1.0, the value of the run"),
     ({"top_p": 0.9}, "top_p", "is 0.9; it must be 1"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "is 0.5; it must be 0.0, the value of the run"),
+    ({"presence_penalty": -1}, "presence_penalty", "is -1; it must be 0.0, the value of the run"),
     ({"extra_body": {"top_k": 5}}, "top_k", "is 5; it must be -1"),
     ({"seed": 3}, "seed", "is 3; it must be left out"),
     ({"logit_bias": {"1": 5}}, "logit_bias", "it must be {}"),
@@ -177,6 +179,16 @@ async def test_sampling_arguments_of_an_agent_can_be_replaced_by_those_of_the_ru
         )
         sampling = scene.engine.requests[0].sampling
         assert (sampling.temperature, sampling.max_new_tokens) == (1.0, 1000)
+
+
+async def test_a_call_may_name_the_penalties_of_the_run() -> None:
+    penalties: Any = {"frequency_penalty": 0.5, "presence_penalty": -1.0}
+    async with openai("hi", sampling=penalties) as (client, scene):
+        await client.chat.completions.create(model="m", messages=[HELLO], **penalties)
+        sampling = scene.engine.requests[0].sampling
+        assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.5, -1.0)
+        with pytest.raises(BadRequestError, match=r"frequency_penalty is 0; it must be 0\.5, the value of the run"):
+            await client.chat.completions.create(model="m", messages=[HELLO], frequency_penalty=0)
 
 
 async def test_other_tools_are_another_conversation() -> None:

@@ -124,6 +124,95 @@ def test_nobody_yields_to_nobody(table: Table) -> None:
     assert crowd.newest.lease in crowd.a.held
 
 
+def test_a_worker_may_give_up_a_group_unasked_and_it_goes_where_most_places_are_free(table: Table) -> None:
+    a, full, free = Seat(table, "a"), Seat(table, "full", capacity=1), Seat(table, "free", capacity=3)
+    a.report()
+    first, second = a.held.values()
+    assert a.give_up(first, any_target=True) is None
+    free.report()
+    arrived = free.assign(first.group)
+    assert arrived == msgspec.structs.replace(first, lease=LeaseId(second.lease + 1), partial=first.lease)
+    assert table.push(first, "a") is Code.STALE_LEASE
+    assert table.push(arrived, "free") is None
+    assert a.give_up(second, any_target=True) is None
+    full.report()
+    free.report()
+    assert (full.holds(), free.holds()) == ([], [first.group, second.group])
+
+
+def test_a_group_that_is_given_up_unasked_stays_without_another_worker(table: Table) -> None:
+    a = Seat(table, "a")
+    a.report()
+    first, second = a.held.values()
+    assert a.give_up(first, any_target=True) is Code.DENIED
+    Seat(table, "b")
+    table.service.drain()
+    assert a.give_up(first, any_target=True) is Code.DENIED, "the run drains"
+    assert a.holds() == [first.group, second.group]
+    assert table.push(first, "a") is None
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Iterator[Table]:
+    """A run with batches of two groups: four at once."""
+    made = Table(tmp_path / "run", config(batch_size=2))
+    yield made
+    made.close()
+
+
+def test_a_group_that_is_given_up_unasked_gets_the_next_place_of_a_full_worker(wide: Table) -> None:
+    a, b = Seat(wide, "a", capacity=2), Seat(wide, "b", capacity=1)
+    a.report()
+    b.report()
+    left, kept = a.held.values()
+    (own,) = b.held.values()
+    for _ in range(2):
+        assert a.give_up(left, any_target=True) is Code.BUSY
+    b.finish(own.group)
+    wide.after(600)
+    b.report()
+    assert b.holds() == [], "there is room for one more group, but the place is reserved"
+    assert a.give_up(left, any_target=True) is None
+    b.report()
+    assert b.holds() == [left.group]
+    assert a.give_up(kept, any_target=True) is Code.BUSY
+    b.finish(left.group)
+    wide.train()
+    wide.after(600)
+    b.report()
+    assert b.holds() == []
+    wide.after(MOVE_TIMEOUT_MS)
+    b.report()
+    assert len(b.held) == 1, "the reservation of a worker that does not ask again ends"
+    assert kept.group in a.holds()
+
+
+def test_a_group_that_is_given_up_unasked_never_goes_to_older_weights(table: Table) -> None:
+    crowd = Crowd(table)
+    crowd.b.loads = False
+    (other,) = (assign for assign in crowd.a.held.values() if assign != crowd.newest)
+    crowd.a.finish(other.group)
+    table.train()
+    crowd.a.report()
+    assert (crowd.a.stats.version, crowd.b.stats.version) == (1, 0)
+    assert crowd.a.give_up(crowd.newest, version=1, any_target=True) is Code.DENIED
+    assert crowd.a.give_up(crowd.newest, version=0, any_target=True) is None
+
+
+def test_when_the_target_of_an_ordered_move_has_older_weights_the_worker_may_ask_for_another(table: Table) -> None:
+    crowd = Crowd(table)
+    left = crowd.told()
+    (other,) = (assign for assign in crowd.a.held.values() if assign != left)
+    crowd.a.finish(other.group)
+    crowd.b.loads = False
+    table.train()
+    crowd.a.report()
+    newer = Seat(table, "newer", capacity=1)
+    assert crowd.a.give_up(left, version=1, any_target=True) is None
+    newer.report()
+    assert newer.holds() == [left.group]
+
+
 @pytest.mark.parametrize("gone", ["silent", "detached", "replaced"])
 def test_when_the_target_is_gone_the_group_stays(table: Table, gone: str) -> None:
     crowd = Crowd(table)

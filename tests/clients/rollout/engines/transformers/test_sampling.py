@@ -29,15 +29,19 @@ GRID = (np.arange(1000, dtype=np.float32) + 0.5) / 1000
 """Uniform numbers: a token of probability p is drawn for 1000 p of them."""
 
 
-def rows(*each: Sampling, written: tuple[list[int], ...] = ()) -> RowSampling:
-    """The columns of these rows."""
+def rows(*each: Sampling, written: tuple[list[int], ...] = (), prompt: int = 0) -> RowSampling:
+    """The columns of these rows. ``prompt``: number of tokens of ``written`` that are the prompt."""
+    tokens = [np.array(ids, np.int32) for ids in written or ([],) * len(each)]
     return RowSampling(
         temperature=np.array([row.temperature for row in each], np.float32),
         top_p=np.array([row.top_p for row in each], np.float32),
         top_k=np.array([row.top_k for row in each], np.int64),
         min_p=np.array([row.min_p for row in each], np.float32),
         repetition_penalty=np.array([row.repetition_penalty for row in each], np.float32),
-        written=[np.array(ids, np.int32) for ids in written or ([],) * len(each)],
+        frequency_penalty=np.array([row.frequency_penalty for row in each], np.float32),
+        presence_penalty=np.array([row.presence_penalty for row in each], np.float32),
+        prompts=[ids[:prompt] for ids in tokens],
+        completions=[ids[prompt:] for ids in tokens],
     )
 
 
@@ -53,6 +57,9 @@ EACH = [
     of(min_p=0.1),
     of(repetition_penalty=1.5),
     of(repetition_penalty=0.8, temperature=2.0),
+    of(frequency_penalty=0.8),
+    of(presence_penalty=-0.6),
+    of(frequency_penalty=-0.4, presence_penalty=1.5, repetition_penalty=1.2, temperature=0.8, top_p=0.9),
     of(top_p=0.9, top_k=10, min_p=0.02, repetition_penalty=1.3, temperature=1.7),
     of(top_k=1_000, top_p=0.3),
     of(top_p=1e-6),
@@ -87,10 +94,10 @@ def test_a_token_is_drawn_with_its_share_of_what_remains_and_others_never(sampli
 def test_every_combination_matches_the_processors_of_transformers() -> None:
     torch.manual_seed(0)
     scores = 4 * torch.randn(len(EACH), VOCABULARY)
-    written = tuple(torch.randint(0, VOCABULARY, (9,)).tolist() for _ in EACH)
-    mine = shaped(scores.clone(), rows(*EACH, written=written))
+    written = tuple(torch.randint(0, VOCABULARY // 4, (30,)).tolist() for _ in EACH)  # many appear more than once
+    mine = shaped(scores.clone(), rows(*EACH, written=written, prompt=12))
     for row, sampling in enumerate(EACH):
-        theirs = by_transformers(scores[row], written[row], sampling)
+        theirs = by_transformers(scores[row], written[row], sampling, written[row][12:])
         assert torch.equal(torch.isinf(mine[row]), torch.isinf(theirs)), sampling
         torch.testing.assert_close(mine[row].log_softmax(-1), theirs.log_softmax(-1))
 
@@ -116,6 +123,7 @@ def test_tokens_as_likely_as_the_last_of_top_k_stay() -> None:
         of(top_p=0.6),
         of(top_k=4, temperature=1.4),
         of(repetition_penalty=1.6),
+        of(frequency_penalty=1.1, presence_penalty=-0.7, repetition_penalty=1.2),
         of(top_p=0.9, top_k=12, min_p=0.05, repetition_penalty=1.2, temperature=1.2),
     ],
 )
@@ -176,6 +184,8 @@ def test_a_stop_string_ends_the_completion_with_the_token_that_completes_it(reco
         ({"min_p": 2.0}, r"min_p is 2\.0; it must be from 0 to 1"),
         ({"temperature": float("nan")}, r"temperature is nan; it must be at least 0"),
         ({"repetition_penalty": 0.0}, r"repetition_penalty is 0\.0; it must be above 0"),
+        ({"frequency_penalty": 2.5}, r"frequency_penalty is 2\.5; it must be from -2 to 2"),
+        ({"presence_penalty": -3.0}, r"presence_penalty is -3\.0; it must be from -2 to 2"),
         ({"stop": ("",)}, r"stop is \[''\]; it must be without empty strings"),
         ({"stop": ("a",)}, r"stop is \['a'\]; this engine has no tokenizer to read text with"),
     ],

@@ -204,6 +204,7 @@ async def test_the_same_seed_gives_the_same_tokens_whoever_else_is_in_the_batch(
         {"top_k": 4, "temperature": 1.4},
         {"min_p": 0.2},
         {"repetition_penalty": 1.6},
+        {"frequency_penalty": 1.1, "presence_penalty": -0.7, "repetition_penalty": 1.2},
         {"top_p": 0.9, "top_k": 12, "min_p": 0.05, "repetition_penalty": 1.2, "temperature": 1.2},
     ],
 )
@@ -228,6 +229,20 @@ async def test_a_penalty_also_covers_tokens_of_before_an_update(make: Make) -> N
     request = ask(1, [5, 6], 20, repetition_penalty=2.0, prefix=first.segments)
     sample = await engine.generate(request)
     assert sample.token_ids[:8].tolist() == first.token_ids.tolist()
+    expected = expected_logprobs(model, [5, 6], sample.token_ids.tolist(), request.sampling)
+    np.testing.assert_allclose(sample.logprobs, expected, atol=1e-2)
+
+
+async def test_a_sample_with_a_penalty_of_its_own_tokens_starts_over_elsewhere(make: Make) -> None:
+    """vLLM counts the tokens of its output only, and those of another worker are part of its prompt."""
+    model = build()
+    engine = await make(model)
+    penalty: dict[str, Any] = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
+    first = await engine.generate(ask(0, [5, 6], 8, **penalty))
+    request = ask(1, [5, 6], 20, **penalty, prefix=first.segments, seed=7)
+    sample = await engine.generate(request)
+    assert sample.token_ids[:8].tolist() != first.token_ids.tolist()
+    assert len(sample.token_ids) == 20
     expected = expected_logprobs(model, [5, 6], sample.token_ids.tolist(), request.sampling)
     np.testing.assert_allclose(sample.logprobs, expected, atol=1e-2)
 

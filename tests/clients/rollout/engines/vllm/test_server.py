@@ -94,6 +94,8 @@ async def test_tokens_have_the_log_probabilities_of_the_trainer(make: Any) -> No
         "top_k": 12,
         "min_p": 0.05,
         "repetition_penalty": 1.2,
+        "frequency_penalty": 0.4,
+        "presence_penalty": -0.3,
         "temperature": 1.2,
     }
     asked = [ask(id, prompt, 40, **(penalised if id % 2 else {})) for id, prompt in enumerate(prompts(8))]
