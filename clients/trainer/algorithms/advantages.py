@@ -70,6 +70,11 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (centred * (count / (count - 1).clamp(min=1))[group]).to(torch.float32)
 
 
+def none(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Return 0 for every trajectory: rewards do not train, the other terms of the objective do."""
+    return torch.zeros(rewards.shape, dtype=torch.float32, device=rewards.device)
+
+
 def normalised(advantages: Tensor, mask: Tensor, reduce: Reduction, eps: float = 1e-6) -> Tensor:
     """Whiten over the trained tokens of the whole batch, on all ranks: REINFORCE++ with per-token returns.
 
@@ -79,7 +84,7 @@ def normalised(advantages: Tensor, mask: Tensor, reduce: Reduction, eps: float =
         A'_t = (A_t - mean(A)) / (std(A) + eps),  mean and std over the trained tokens of the batch
 
     Source: Hu et al., REINFORCE++ (arXiv 2501.03262v9), section 3.1, equation 5: one baseline and scale for the batch,
-    no group.
+    no group. REINFORCE++-baseline whitens ``dr_grpo``, reward minus group mean, in the same way (there, section 3.2).
     """
     chosen = advantages[mask].to(torch.float64)
     count, total = reduce.sum(torch.stack([torch.ones_like(chosen).sum(), chosen.sum()])).unbind()
