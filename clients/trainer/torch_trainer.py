@@ -72,6 +72,7 @@ class TorchTrainer:
         self._evaluation = evaluation
         self._ranks = ranks or OneRank(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self._objective = Objective(config, self._ranks.device, self._ranks)
+        self._wants_entropy = config.trainer.algorithm.entropy_coef > 0
         self._quarantine = GroupQuarantine(self._ranks)
         self._initial = False
         self._has_advantages = False
@@ -178,9 +179,11 @@ class TorchTrainer:
         """Update the weights as ``train`` does; ``batch`` is the concatenation of all parts."""
         started_at, scale = time.monotonic(), self._objective.scale()
         values = batch_values(batch, self._ranks.gather) | self._objective.values()
+        lr_factor = self._objective.lr_factor()
         learns = values["trainer/tokens"] > 0  # on any rank; AdamW would move the weights even for a zero gradient
         try:
-            norm = self.learner.step(step, scale=scale, take=learns and math.isfinite(values["loss"]))
+            takes = learns and math.isfinite(values["loss"])
+            norm = self.learner.step(step, scale=scale, take=takes, lr_factor=lr_factor)
         except (MemoryError, RuntimeError) as error:
             if out_of_memory(error):
                 raise self._no_room_to_step(batch, error) from error
@@ -193,7 +196,7 @@ class TorchTrainer:
             if self._ranks.place.leads:
                 log.warning("step %d: no token to train; batch consumed, weights unchanged", step)
             return StepResult(values=values)
-        values["lr"] = learning_rate(self._config.trainer, step)
+        values["lr"] = learning_rate(self._config.trainer, step) * lr_factor
         return StepResult(values=values)
 
     def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
@@ -254,9 +257,9 @@ class TorchTrainer:
             self._check_stop(stopping)
             closes = last and number == len(cuts) - 1
             if which is not None:
-                logprobs = self._logprobs_or_quarantine(batch, which, last=closes)
-                if logprobs is not None:
-                    self.learner.backward(self._loss(batch, which, logprobs), last=closes)
+                scored = self._logprobs_or_quarantine(batch, which, last=closes, entropy=self._wants_entropy)
+                if scored is not None:
+                    self.learner.backward(self._loss(batch, which, scored), last=closes)
             elif self.learner.even:
                 self.learner.backward(self._idle_pass(batch), last=closes)
 
@@ -272,32 +275,41 @@ class TorchTrainer:
             everything = np.arange(len(batch.rewards))
             self._quarantine.record(batch, everything, error, lambda rows: objective.take(rows_of(batch, rows)))
 
-    def _logprobs_or_quarantine(self, batch: TrainBatch, which: NDArray[np.int64], *, last: bool) -> Tensor | None:
+    def _logprobs_or_quarantine(
+        self, batch: TrainBatch, which: NDArray[np.int64], *, last: bool, entropy: bool = False
+    ) -> Tensor | None:
         """Return ``_logprobs``, or None if a group makes the pass raise.
 
         Ranks that compute together cannot test a group alone, so with several ranks the error ends the process.
         """
         try:
-            return self._logprobs(batch, which, last=last)
+            return self._logprobs(batch, which, last=last, entropy=entropy)
         except Exception as error:
             if not isinstance(self._ranks, OneRank):
                 raise
             self._quarantine.record(batch, which, error, lambda rows: self._logprobs(batch, rows, last=False))
             return None
 
-    def _loss(self, batch: TrainBatch, which: NDArray[np.int64], logprobs: Tensor) -> Tensor:
-        """Return the loss of one pass; 0 if a group makes it raise, so that every rank finishes its passes."""
+    def _loss(self, batch: TrainBatch, which: NDArray[np.int64], scored: Tensor) -> Tensor:
+        """Return the loss of one pass; 0 if a group makes it raise, so that every rank finishes its passes.
+
+        ``scored``: log-probabilities [T], or [T, 2] with entropies if the objective wants them.
+        """
         objective, device = self._objective, self._ranks.device
-        nothing = logprobs.sum() * 0.0
+        nothing = scored.sum() * 0.0
         if not self._has_advantages:
             return nothing
 
+        def loss(scored: Tensor, rows: NDArray[np.int64]) -> Tensor:
+            logprobs, entropy = scored.unbind(-1) if self._wants_entropy else (scored, None)
+            return objective.loss(logprobs, tokens_of(batch, rows, device), entropy)
+
         def alone(rows: NDArray[np.int64]) -> None:
             of_rows = np.isin(np.repeat(which, batch.completion_lengths[which]), rows)
-            objective.loss(logprobs.detach()[torch.from_numpy(of_rows).to(device)], tokens_of(batch, rows, device))
+            loss(scored.detach()[torch.from_numpy(of_rows).to(device)], rows)
 
         try:
-            return objective.loss(logprobs, tokens_of(batch, which, device))
+            return loss(scored, which)
         except Exception as error:
             self._quarantine.record(batch, which, error, alone)
             return nothing
@@ -342,15 +354,20 @@ class TorchTrainer:
                     self._idle_pass(batch)
         self._objective.surveyed()
 
-    def _logprobs(self, batch: TrainBatch, which: NDArray[np.int64], *, last: bool) -> Tensor:
-        """Return float32 [T]: the completion tokens of some rows, in the order of ``tokens_of``."""
+    def _logprobs(self, batch: TrainBatch, which: NDArray[np.int64], *, last: bool, entropy: bool = False) -> Tensor:
+        """Return float32 [T]: the completion tokens of some rows, in the order of ``tokens_of``.
+
+        ``entropy``: return [T, 2] instead, log-probabilities and entropies.
+        """
         trainer, temperature = self._config.trainer, self._config.rollout.temperature
 
         def forward(**inputs: Tensor) -> Tensor:
             logits: Tensor = self.learner.forward(last=last, use_cache=False, **inputs).logits
             return logits
 
-        return completion_logprobs(forward, batch, which, self._ranks.device, temperature, packing=trainer.packing)
+        return completion_logprobs(
+            forward, batch, which, self._ranks.device, temperature, packing=trainer.packing, entropy=entropy
+        )
 
     def _idle_pass(self, batch: TrainBatch) -> Tensor:
         """Run a pass over the shortest row for the model's collectives; its gradient is zero."""

@@ -18,6 +18,8 @@ class Token:
     behavior: float
     trained: bool
     reference: float = 0.0
+    entropy: float = 0.0
+    """The entropy at the token; a constant, so it has no derivative by the log-probability."""
     value: float = 0.0
 
 
@@ -60,8 +62,10 @@ def advantages(how: Algorithm, batch: list[Written]) -> dict[int, float]:
             case "grpo":
                 spread = math.sqrt(sum((r - mean) ** 2 for r in peers) / max(1, len(peers) - 1))
                 each = (one.reward - mean) / (spread + 1e-6)
-            case "dr_grpo":
+            case "dr_grpo" | "reinforce_pp_baseline":
                 each = one.reward - mean
+            case "none":
+                each = 0.0
             case "rloo":
                 others = (sum(peers) - one.reward) / (len(peers) - 1) if len(peers) > 1 else one.reward
                 each = one.reward - others
@@ -73,11 +77,13 @@ def advantages(how: Algorithm, batch: list[Written]) -> dict[int, float]:
                 found[id(token)] = sum(earned(how, one, later) for later in range(place, len(one.tokens)))
             if how.advantage == "gae":
                 found[id(token)] = gae(how, one, place)
-    if how.advantage == "reinforce_pp":
+    if how.advantage in ("reinforce_pp", "reinforce_pp_baseline"):
         counted = [found[id(token)] for one in batch for token in one.trained]
         mean = sum(counted) / max(1, len(counted))
         spread = math.sqrt(sum((a - mean) ** 2 for a in counted) / max(1, len(counted)))
         found = {key: (a - mean) / (spread + 1e-6) for key, a in found.items()}
+    for token in (token for one in batch for token in one.tokens):
+        found[id(token)] += how.distill_coef * (token.reference - token.logprob)
     return found
 
 
@@ -122,6 +128,38 @@ def m2_limit(batch: list[Written], gained: dict[int, float], threshold: float) -
     return squares[-1] if squares else -1.0
 
 
+def vetoed(how: Algorithm, one: Written, gained: dict[int, float]) -> bool:
+    if sum(gained[id(token)] for token in one.trained) >= 0:
+        return False
+    return any(math.exp(token.logprob - token.behavior) < how.veto_below for token in one.trained)
+
+
+def dppo(how: Algorithm, at: Token, advantage: float) -> tuple[float, float, str]:
+    p, q = math.exp(at.logprob), math.exp(at.behavior)
+    apart = abs(p - q)
+    if how.dppo_divergence == "kl":
+        apart = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    if advantage > 0 and p > q and apart > how.dppo_high:
+        return 0.0, 0.0, "high"
+    if advantage < 0 and p < q and apart > how.dppo_low:
+        return 0.0, 0.0, "low"
+    return -p / q * advantage, -p / q * advantage, ""
+
+
+def gmpo(how: Algorithm, one: Written, at: Token, advantage: float) -> tuple[float, float, str]:
+    """The derivative includes the token's part in the losses of all tokens of the trajectory."""
+    total = 0.0
+    for token in one.trained:
+        distance = token.logprob - token.behavior
+        total += max(distance, -how.gmpo_low) if advantage < 0 else min(distance, how.gmpo_high)
+    loss, distance = -math.exp(total / len(one.trained)) * advantage, at.logprob - at.behavior
+    if advantage < 0 and distance < -how.gmpo_low:
+        return loss, 0.0, "low"
+    if advantage > 0 and distance > how.gmpo_high:
+        return loss, 0.0, "high"
+    return loss, loss, ""
+
+
 def token(how: Algorithm, one: Written, at: Token, advantage: float, limit: float) -> tuple[float, float, str]:
     """Loss, derivative and outcome ("", low, high, masked, cut) of one trained token; the derivative is its own part
     only."""
@@ -132,10 +170,14 @@ def token(how: Algorithm, one: Written, at: Token, advantage: float, limit: floa
         case "ppo_clip" if how.ratio_to == "behavior":
             return ppo(ratio, advantage, how.clip_low, how.clip_high, how.dual_clip)
         case "ppo_clip":
-            weight, fate = correction(how, ratio, math.prod(mine))
+            weight, fate = correction(how, ratio, math.prod(mine), math.exp(mean))
             return -weight * advantage, -weight * advantage, fate
         case "gspo":
             return ppo(math.exp(mean), advantage, how.gspo_low, how.gspo_high)
+        case "gmpo":
+            return gmpo(how, one, at, advantage)
+        case "dppo":
+            return dppo(how, at, advantage)
         case "cispo":
             weight = clip(ratio, 1 - how.cispo_low, 1 + how.cispo_high)
             return -weight * advantage * at.logprob, -weight * advantage, "cut" if weight != ratio else ""
@@ -154,7 +196,7 @@ def token(how: Algorithm, one: Written, at: Token, advantage: float, limit: floa
             raise AssertionError
 
 
-def correction(how: Algorithm, ratio: float, product: float) -> tuple[float, str]:
+def correction(how: Algorithm, ratio: float, product: float, geometric: float) -> tuple[float, str]:
     match how.correction:
         case "none":
             return 1.0, ""
@@ -166,6 +208,10 @@ def correction(how: Algorithm, ratio: float, product: float) -> tuple[float, str
             return (ratio, "") if how.mask_low <= ratio <= how.mask_high else (0.0, "masked")
         case "masked_is_sequence":
             return (product, "") if product <= how.sequence_cap else (0.0, "masked")
+        case "masked_is_geometric":
+            if not how.geometric_low <= geometric <= how.geometric_high:
+                return 0.0, "masked"
+            return (how.tis_cap, "cut") if ratio > how.tis_cap else (ratio, "")
 
 
 def divergence(kind: str, distance: float) -> tuple[float, float]:
@@ -181,9 +227,14 @@ def divergence(kind: str, distance: float) -> tuple[float, float]:
 
 def share(how: Algorithm, batch: list[Written], one: Written, longest: int) -> float:
     """Weight of one token of the trajectory."""
-    if how.loss in ("gspo", "opsm"):
+    kind = how.loss_agg
+    if kind == "auto" and how.loss in ("gspo", "gmpo", "opsm"):
+        kind = "sequence_mean"
+    elif kind == "auto" and how.advantage == "dr_grpo":
+        kind = "sequence_sum"
+    if kind == "sequence_mean":
         return 1 / (sum(bool(other.trained) for other in batch) * len(one.trained))
-    if how.advantage == "dr_grpo":
+    if kind == "sequence_sum":
         return 1 / (len(batch) * longest)
     return 1 / sum(len(other.trained) for other in batch)
 
@@ -193,14 +244,19 @@ def step(how: Algorithm, batch: list[Written], longest: int) -> Step:
     gained = advantages(how, batch)
     limit = m2_limit(batch, gained, how.m2_threshold)
     ratios: list[float] = []
-    apart = 0.0
+    apart = entropy = taught = 0.0
     for one in batch:
         mine: list[str] = []
+        left_out = vetoed(how, one, gained)
         for at in one.trained:
             each = share(how, batch, one, longest)
             loss, derivative, fate = token(how, one, at, gained[id(at)], limit)
-            found.loss += each * loss
-            if how.loss == "gspo":  # every token of the trajectory moves the one ratio by its share
+            if left_out:
+                loss, derivative, fate = 0.0, 0.0, "masked"
+            found.loss += each * (loss - how.entropy_coef * at.entropy)
+            entropy += at.entropy
+            taught += at.logprob - at.reference
+            if how.loss == "gspo" and not left_out:  # every token of the trajectory moves the one ratio by its share
                 derivative = sum(token(how, one, t, gained[id(t)], limit)[1] for t in one.trained) / len(one.trained)
             found.gradients[id(at)] = each * derivative
             if how.kl_coef:
@@ -228,4 +284,8 @@ def step(how: Algorithm, batch: list[Written], longest: int) -> Step:
     }
     if how.kl_coef:
         found.metrics["kl/reference"] = apart / total
+    if how.entropy_coef:
+        found.metrics["entropy"] = entropy / total
+    if how.distill_coef:
+        found.metrics["kl/teacher"] = taught / total
     return found
