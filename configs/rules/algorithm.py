@@ -83,13 +83,14 @@ def _conditions(algorithm: Algorithm) -> Iterator[tuple[bool, tuple[str, ...], s
     for name, keys in (
         ("gspo", ("gspo_low", "gspo_high")),
         ("gmpo", ("gmpo_low", "gmpo_high")),
-        ("dppo", ("dppo_divergence", "dppo_low", "dppo_high")),
+        ("dppo", ("dppo_low", "dppo_high")),
         ("cispo", ("cispo_low", "cispo_high")),
         ("aipo", ("aipo_cap",)),
         ("m2po", ("m2_threshold",)),
         ("opsm", ("opsm_delta",)),
     ):
         yield loss == name, keys, f'it is a bound of the loss "{name}"'
+    yield loss == "dppo", ("dppo_divergence",), 'it is the distance of the loss "dppo"'
     yield algorithm.distill_coef > 0, ("teacher",), "it is the teacher of distill_coef, which is 0"
     yield algorithm.kl_coef > 0 and not algorithm.kl_in_reward, ("kl",), "it is the estimator of a KL term in the loss"
     yield algorithm.advantage in PER_TOKEN, ("kl_in_reward",), 'it is for the advantages "gae" and "reinforce_pp"'

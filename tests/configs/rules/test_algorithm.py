@@ -53,7 +53,7 @@ def test_every_advantage_goes_with_every_loss(write: Write, advantage: str, loss
         ),
         ("gmpo_low=0.1", r'gmpo_low is 0\.1; it is a bound of the loss "gmpo"; leave it at 0\.4'),
         ("dppo_high=0.1", r'dppo_high is 0\.1; it is a bound of the loss "dppo"; leave it at 0\.15'),
-        ("dppo_divergence=kl", r'dppo_divergence is "kl"; it is a bound of the loss "dppo"'),
+        ("dppo_divergence=kl", r'dppo_divergence is "kl"; it is the distance of the loss "dppo"'),
         (
             "advantage=none",
             r'advantage is "none"; nothing would train; it needs trainer\.algorithm\.distill_coef above 0',
