@@ -180,7 +180,7 @@ def test_the_entropy_bonus_of_a_model_is_that_of_a_literal_loop(model_directory:
         for place in range(3, length):
             total = total - (scores[place - 1].exp() * scores[place - 1]).sum()
             tokens += 1
-    (-0.5 * total / tokens).backward()
+    (-0.5 * total / tokens).backward()  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         assert torch.allclose(found[name] - without[name], parameter.grad, rtol=1e-3, atol=1e-6), name
     values = trainer.train(batch(0), Step(0), going_on).values
