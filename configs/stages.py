@@ -12,7 +12,7 @@ from typing import Final
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.rewards import components
-from staleflow.configs.schema import Config, Stage
+from staleflow.configs.schema import Algorithm, Config, Stage
 from staleflow.protocols.wire.stages import (
     CRITIC,
     ENVIRONMENT,
@@ -72,6 +72,24 @@ def graph(config: Config) -> tuple[Node, ...]:
     return _in_order(nodes)
 
 
+def needs_reference(algorithm: Algorithm) -> bool:
+    """Return whether a KL term or the distillation uses the log-probabilities of the reference stage."""
+    return algorithm.kl_coef > 0 or (algorithm.distill_coef > 0 and algorithm.teacher == f"{REFERENCE}/logprobs")
+
+
+def check_teacher(config: Config) -> None:
+    """Raise ``ConfigError`` unless ``trainer.algorithm.teacher`` is a column with one number for each token."""
+    algorithm = config.trainer.algorithm
+    if not algorithm.distill_coef:
+        return
+    names = [short for short, full in _all_columns(config).items() if is_per_token(full)]
+    typed = [column for column in config.column if column.per == "token" and column.dtype.startswith("float")]
+    names += [column.name for column in typed if not column.shape]
+    if algorithm.teacher not in names:
+        allowed = f"it must be a column with one number for each token, of this run: {', '.join(names) or 'none'}"
+        raise ConfigError("trainer.algorithm.teacher", algorithm.teacher, allowed)
+
+
 def before_reward(config: Config) -> tuple[Node, ...]:
     """Return the reward stage and the stages that it waits for, in topological order, the reward last."""
     nodes = {node.name: node for node in graph(config)}
@@ -93,7 +111,7 @@ def _shipped(config: Config, columns: Mapping[str, str]) -> list[Node]:
     parts = tuple(full_name(REWARD, given.name) for given in components(config.reward) if given.name != REWARD)
     nodes = [_node(REWARD, needs, parts)]
     rewarded = (columns["reward/reward"],)
-    if algorithm.kl_coef > 0:
+    if needs_reference(algorithm):
         nodes.append(_node(REFERENCE, rewarded))
     if algorithm.advantage == "gae":
         costs = (columns["reference/logprobs"],) if algorithm.kl_in_reward and algorithm.kl_coef else ()
@@ -109,7 +127,7 @@ def _node(stage: str, needs: tuple[str, ...], more: tuple[str, ...] = ()) -> Nod
 def _all_columns(config: Config) -> dict[str, str]:
     """Return every column of the run: full names by short name."""
     algorithm = config.trainer.algorithm
-    enabled = {REWARD: True, REFERENCE: algorithm.kl_coef > 0, CRITIC: algorithm.advantage == "gae"}
+    enabled = {REWARD: True, REFERENCE: needs_reference(algorithm), CRITIC: algorithm.advantage == "gae"}
     names = [f"{STAGE}{stage}/{column}" for stage, columns in STAGES.items() if enabled[stage] for column in columns]
     names += [full_name(REWARD, given.name) for given in components(config.reward) if given.name != REWARD]
     names += [full_name(stage.name, column) for stage in config.stage for column in stage.makes]

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Log-probabilities of given tokens under a model."""
+"""Log-probabilities of given tokens under a model, and the entropy of the distributions that they come from."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +28,18 @@ def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float) -> Ten
     return torch.nn.functional.pad(logprobs.view(input_ids.shape)[:, :-1], (1, 0))
 
 
+def token_logprobs_and_entropy(logits: Tensor, input_ids: Tensor, temperature: float) -> Tensor:
+    """Return ``token_logprobs`` and the entropy of each token's distribution, [N, L, 2] float32, with gradient::
+
+        H_t = -sum_v p_t[v] * log p_t[v],  p_t = softmax(z_t)        in nats
+
+    Position 0 holds 0. The passes over the vocabulary are in parts as in ``token_logprobs``.
+    """
+    following = torch.roll(input_ids, -1, 1).flatten()
+    both: Tensor = _LogprobsEntropy.apply(logits.flatten(0, 1), following, temperature)  # type: ignore[no-untyped-call]
+    return torch.nn.functional.pad(both.view(*input_ids.shape, 2)[:, :-1], (0, 0, 1, 0))
+
+
 class _Logprobs(torch.autograd.Function):
     """Map ``logits`` [M, V] and ``tokens`` [M] to [M] float32."""
 
@@ -51,6 +63,39 @@ class _Logprobs(torch.autograd.Function):
         for part in _parts(logits):
             upstream = gradient[part, None]
             slopes = _scores(logits[part], ctx.temperature).sub_(totals[part, None]).exp_().mul_(-upstream)
+            result[part] = slopes.scatter_add_(-1, tokens[part, None], upstream).div_(ctx.temperature)
+        return result, None, None
+
+
+class _LogprobsEntropy(torch.autograd.Function):
+    """Map ``logits`` [M, V] and ``tokens`` [M] to [M, 2] float32: log-probabilities and entropies."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        result = torch.empty((*tokens.shape, 2), dtype=torch.float32, device=logits.device)
+        totals = torch.empty_like(result[:, 0])
+        for part in _parts(logits):
+            scores = _scores(logits[part], temperature)
+            totals[part] = torch.logsumexp(scores, dim=-1)
+            result[part, 0] = scores.gather(-1, tokens[part, None]).squeeze(-1) - totals[part]
+            # entr is -p log p with its limit 0 at p = 0, so that a logit of -inf gives no NaN
+            result[part, 1] = torch.special.entr(scores.sub_(totals[part, None]).exp_()).sum(-1)
+        ctx.save_for_backward(logits, tokens, totals, result[:, 1])
+        ctx.temperature = temperature
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """With g and h the gradients of log-probability and entropy: ``g (1[v = x] - p) - h p (log p + H)``."""
+        logits, tokens, totals, entropies = ctx.saved_tensors
+        (gradient,) = gradients
+        result = torch.empty_like(logits)
+        for part in _parts(logits):
+            upstream, bonus = gradient[part, :1], gradient[part, 1:]
+            chances = _scores(logits[part], ctx.temperature).sub_(totals[part, None]).exp_()
+            slopes = (
+                torch.special.entr(chances).mul_(bonus).sub_(chances.mul_(upstream + bonus * entropies[part, None]))
+            )
             result[part] = slopes.scatter_add_(-1, tokens[part, None], upstream).div_(ctx.temperature)
         return result, None, None
 

@@ -46,6 +46,7 @@ class Gradients:
         self._objective = objective
         self._quarantine = quarantine
         self._ranks = ranks
+        self._wants_entropy = config.trainer.algorithm.entropy_coef > 0
         self._has_advantages = False
         """True if all rows of the current part have advantages; otherwise its passes have no effect."""
 
@@ -76,9 +77,9 @@ class Gradients:
             self._check_stop(stopping)
             closes = last and number == len(passes) - 1
             if which is not None:
-                logprobs = self._logprobs_or_quarantine(batch, which, last=closes)
-                if logprobs is not None:
-                    self._learner.backward(self.loss(batch, which, logprobs), last=closes)
+                scored = self._logprobs_or_quarantine(batch, which, last=closes, entropy=self._wants_entropy)
+                if scored is not None:
+                    self._learner.backward(self.loss(batch, which, scored), last=closes)
             elif self._learner.even or closes:
                 self._learner.backward(self._idle_pass(batch, last=closes), last=closes)
 
@@ -103,45 +104,59 @@ class Gradients:
         """Pass the log-probabilities of one pass to the survey of the objective."""
         self._objective.survey(logprobs, tokens_of(batch, which, self._ranks.device))
 
-    def loss(self, batch: TrainBatch, which: RowIds, logprobs: Tensor) -> Tensor:
-        """Return the loss of one pass; 0 if a group makes it raise, so that every rank finishes its passes."""
+    def loss(self, batch: TrainBatch, which: RowIds, scored: Tensor) -> Tensor:
+        """Return the loss of one pass; 0 if a group makes it raise, so that every rank finishes its passes.
+
+        ``scored``: log-probabilities [T], or [T, 2] with entropies; without them the entropy counts as 0.
+        """
         objective, device = self._objective, self._ranks.device
-        nothing = logprobs.sum() * 0.0
+        nothing = scored.sum() * 0.0
         if not self._has_advantages:
             return nothing
 
+        def loss(scored: Tensor, rows: RowIds) -> Tensor:
+            logprobs, entropy = scored.unbind(-1) if scored.dim() == 2 else (scored, torch.zeros_like(scored))
+            return objective.loss(logprobs, tokens_of(batch, rows, device), entropy)
+
         def alone(rows: RowIds) -> None:
             of_rows = np.isin(np.repeat(which, batch.completion_lengths[which]), rows)
-            objective.loss(logprobs.detach()[torch.from_numpy(of_rows).to(device)], tokens_of(batch, rows, device))
+            loss(scored.detach()[torch.from_numpy(of_rows).to(device)], rows)
 
         try:
-            return objective.loss(logprobs, tokens_of(batch, which, device))
+            return loss(scored, which)
         except Exception as error:
             self._quarantine.record(batch, which, error, alone)
             return nothing
 
-    def _logprobs_or_quarantine(self, batch: TrainBatch, which: RowIds, *, last: bool) -> Tensor | None:
+    def _logprobs_or_quarantine(
+        self, batch: TrainBatch, which: RowIds, *, last: bool, entropy: bool = False
+    ) -> Tensor | None:
         """Return ``_logprobs``, or None if a group makes the pass raise.
 
         Ranks that compute together cannot test a group alone, so with several ranks the error ends the process.
         """
         try:
-            return self._logprobs(batch, which, last=last)
+            return self._logprobs(batch, which, last=last, entropy=entropy)
         except Exception as error:
             if not isinstance(self._ranks, OneRank):
                 raise
             self._quarantine.record(batch, which, error, lambda rows: self._logprobs(batch, rows, last=False))
             return None
 
-    def _logprobs(self, batch: TrainBatch, which: RowIds, *, last: bool) -> Tensor:
-        """Return float32 [T]: the completion tokens of some rows, in the order of ``tokens_of``."""
+    def _logprobs(self, batch: TrainBatch, which: RowIds, *, last: bool, entropy: bool = False) -> Tensor:
+        """Return float32 [T]: the completion tokens of some rows, in the order of ``tokens_of``.
+
+        ``entropy``: return [T, 2] instead, log-probabilities and entropies.
+        """
         trainer, temperature = self._config.trainer, self._config.rollout.temperature
 
         def forward(**inputs: Tensor) -> Tensor:
             logits: Tensor = self._learner.forward(last=last, use_cache=False, **inputs).logits
             return logits
 
-        return completion_logprobs(forward, batch, which, self._ranks.device, temperature, packing=trainer.packing)
+        return completion_logprobs(
+            forward, batch, which, self._ranks.device, temperature, packing=trainer.packing, entropy=entropy
+        )
 
     def _idle_pass(self, batch: TrainBatch, *, last: bool) -> Tensor:
         """Run a pass over the shortest row for the model's collectives; its gradient is zero."""

@@ -178,11 +178,13 @@ class TorchTrainer:
         """Update the weights as ``train`` does; ``batch`` is the concatenation of all parts."""
         started_at, scale = time.monotonic(), self._objective.scale()
         values = batch_values(batch, self._ranks.gather) | self._objective.values()
+        lr_factor = self._objective.lr_factor()
         learns = values["trainer/tokens"] > 0  # on any rank; AdamW would move the weights even for a zero gradient
         # during the critic's warm-up neither weights nor moments move: its advantages are not the critic's yet
         moves = learns and step >= self._config.trainer.critic_warmup
         try:
-            norm = self.learner.step(step, scale=scale, take=moves and math.isfinite(values["loss"]))
+            takes = moves and math.isfinite(values["loss"])
+            norm = self.learner.step(step, scale=scale, take=takes, lr_factor=lr_factor)
         except (MemoryError, RuntimeError) as error:
             if out_of_memory(error):
                 raise self._no_room_to_step(batch, error) from error
@@ -191,7 +193,8 @@ class TorchTrainer:
         values |= self._flops.values(batch, self._seconds + time.monotonic() - started_at)
         if bad := not_finite(loss=values["loss"], gradient_norm=norm):
             return StepResult(values=values, bad=bad)
-        return StepResult(values=values | self._rate(step, learns=learns))
+        rate = self._rate(step, learns=learns)
+        return StepResult(values=values | {name: value * lr_factor for name, value in rate.items()})
 
     def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
         """Return the mean reward of this model on the held-out prompts, on rank 0. A sharded model needs every rank.
@@ -273,7 +276,7 @@ class TorchTrainer:
         for name, share in self._flops.values(batch, time.monotonic() - started_at).items():
             values[name] = share * updates.passes
         if not result.bad:
-            values |= self._rate(step, learns=values["trainer/tokens"] > 0)
+            values = self._rate(step, learns=values["trainer/tokens"] > 0) | values
         return StepResult(values=values, bad=result.bad)
 
     def _rate(self, step: Step, *, learns: bool) -> dict[str, float]:

@@ -25,6 +25,7 @@ from staleflow.clients.trainer.algorithms.objective import Objective
 from staleflow.clients.trainer.backends.base import OutOfMemory, StepResult, Stopped, Stopping, Untrainable, not_finite
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.learner import Learner
+from staleflow.clients.trainer.backends.lr_schedule import learning_rate
 from staleflow.clients.trainer.backends.snapshot import Snapshot
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.mini_batches import BatchGroups, mini_batches
@@ -144,15 +145,15 @@ class Updates:
             learner.clear()
             raise
         scale = objective.scale()
-        values = objective.update_values()
+        values, lr_factor = objective.update_values(), objective.lr_factor()
         moves = update.tokens > 0 and step >= self._config.trainer.critic_warmup
         try:
-            norm = learner.step(step, scale=scale, take=moves and math.isfinite(values["loss"]))
+            norm = learner.step(step, scale=scale, take=moves and math.isfinite(values["loss"]), lr_factor=lr_factor)
         except (MemoryError, RuntimeError) as error:
             if out_of_memory(error):
                 raise self._no_room_to_step(batch, error) from error
             raise
-        return values | {"grad_norm": norm}
+        return values | {"grad_norm": norm, "lr": learning_rate(self._config.trainer, step) * lr_factor}
 
     def _plan(self, batch: TrainBatch, step: Step) -> Iterator[_Update]:
         trainer, groups = self._config.trainer, self._groups(batch)

@@ -11,10 +11,12 @@ import msgspec
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Algorithm, Config, Trainer
 
-ADVANTAGES: Final = ("dr_grpo", "gae", "grpo", "reinforce_pp", "rloo")
-LOSSES: Final = ("aipo", "cispo", "gspo", "m2po", "opsm", "ppo_clip")
+ADVANTAGES: Final = ("dr_grpo", "gae", "grpo", "none", "reinforce_pp", "reinforce_pp_baseline", "rloo")
+LOSSES: Final = ("aipo", "cispo", "dppo", "gmpo", "gspo", "m2po", "opsm", "ppo_clip")
 PER_TOKEN: Final = ("gae", "reinforce_pp")
 """Advantages with one value for each token, whose rewards may include the divergence."""
+OVER_BATCH: Final = ("reinforce_pp_baseline",)
+"""Advantages with one value for each trajectory, relative to the whole batch."""
 
 TO_OLD: Final = ("gspo", "ppo_clip")
 """Losses whose ratio may be to the old policy (``ratio_to``), with a ``correction`` for that policy's distance from the
@@ -29,11 +31,13 @@ FilterName = Literal["none", "zero_spread"]
 def filter_of(config: Config) -> FilterName:
     """Return ``rollout.filter``; if it is empty, the filter that removes only groups without an advantage.
 
-    Relative to a batch or a critic, a group of equal rewards has an advantage, and a user's function may give it one.
+    Relative to a batch or a critic, a group of equal rewards has an advantage, and a teacher or a user's function may
+    give it one.
     """
     if config.rollout.filter:
         return config.rollout.filter
-    return "zero_spread" if config.trainer.algorithm.advantage in IN_GROUP else "none"
+    algorithm = config.trainer.algorithm
+    return "zero_spread" if algorithm.advantage in IN_GROUP and not algorithm.distill_coef else "none"
 
 
 def import_paths(algorithm: Algorithm) -> dict[str, str]:
@@ -53,6 +57,10 @@ def check_algorithm(algorithm: Algorithm) -> None:
     if algorithm.mask_low >= algorithm.mask_high:
         allowed = f"it must be below trainer.algorithm.mask_high = {algorithm.mask_high:g}"
         raise ConfigError(_key("mask_low"), algorithm.mask_low, allowed)
+    if algorithm.advantage == "none" and not algorithm.distill_coef:
+        raise ConfigError(
+            _key("advantage"), "none", "nothing would train; it needs trainer.algorithm.distill_coef above 0"
+        )
     if not algorithm.kl_coef and algorithm.kl_in_reward:
         raise ConfigError(_key("kl_in_reward"), True, "it needs trainer.algorithm.kl_coef above 0")
     if algorithm.tis_cap_by_age and algorithm.tis_cap != _default("tis_cap"):
@@ -101,19 +109,26 @@ def _conditions(algorithm: Algorithm) -> Iterator[tuple[bool, tuple[str, ...], s
     corrects = 'it corrects "gspo" and "ppo_clip" with ratio_to "old"; the others are corrections themselves'
     yield to_old, ("correction",), corrects
     for correction, keys in (
-        ("tis", ("tis_cap", "tis_cap_by_age")),
+        ("tis", ("tis_cap_by_age",)),
         ("masked_is", ("mask_low", "mask_high")),
         ("masked_is_sequence", ("sequence_cap",)),
+        ("masked_is_geometric", ("geometric_low", "geometric_high")),
     ):
         yield to_old and algorithm.correction == correction, keys, f'it is a bound of the correction "{correction}"'
+    capped = to_old and algorithm.correction in ("tis", "masked_is_geometric")
+    yield capped, ("tis_cap",), 'it is a bound of the corrections "tis" and "masked_is_geometric"'
     for name, keys in (
         ("gspo", ("gspo_low", "gspo_high")),
+        ("gmpo", ("gmpo_low", "gmpo_high")),
+        ("dppo", ("dppo_low", "dppo_high")),
         ("cispo", ("cispo_low", "cispo_high")),
         ("aipo", ("aipo_cap",)),
         ("m2po", ("m2_threshold",)),
         ("opsm", ("opsm_delta",)),
     ):
         yield loss == name, keys, f'it is a bound of the loss "{name}"'
+    yield loss == "dppo", ("dppo_divergence",), 'it is the distance of the loss "dppo"'
+    yield algorithm.distill_coef > 0, ("teacher",), "it is the teacher of distill_coef, which is 0"
     yield algorithm.kl_coef > 0 and not algorithm.kl_in_reward, ("kl",), "it is the estimator of a KL term in the loss"
     yield algorithm.advantage in PER_TOKEN, ("kl_in_reward",), 'it is for the advantages "gae" and "reinforce_pp"'
     of_gae = ("gamma", "gae_lambda", "whiten_advantages")

@@ -19,7 +19,7 @@ from staleflow.configs.rules.streaming import check_pieces, check_streaming
 from staleflow.configs.rules.updates import check_updates
 from staleflow.configs.schema import Config, Prompts, Rollout, Trainer
 from staleflow.configs.section import Section
-from staleflow.configs.stages import graph, stages
+from staleflow.configs.stages import check_teacher, graph, stages
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 
@@ -187,7 +187,11 @@ def _idle(config: Config) -> None:
     active = stages(config)
     for name, used, needed in (
         ("environment", bool(config.environment.run), "this is for environment.run, which is missing"),
-        ("reference", REFERENCE in active, "the run has no reference stage: trainer.algorithm.kl_coef is 0, not above"),
+        (
+            "reference",
+            REFERENCE in active,
+            "the run has no reference stage: trainer.algorithm.kl_coef is 0, and no teacher",
+        ),
         ("critic", CRITIC in active, 'the run has no critic stage: trainer.algorithm.advantage is not "gae"'),
     ):
         section: Section = getattr(config, name)
@@ -199,6 +203,7 @@ def _idle(config: Config) -> None:
 
 def _stages(config: Config) -> None:
     graph(config)
+    check_teacher(config)
 
 
 def _columns(config: Config) -> None:
@@ -265,6 +270,9 @@ def _groups(config: Config) -> None:
     check_spares(config, samples_started(rollout))
     if algorithm.filter_of(config) == "zero_spread" and rollout.group_size == 1:
         allowed = 'rollout.filter "zero_spread" releases every group of one: at least 2'
+        raise ConfigError("rollout.group_size", rollout.group_size, allowed)
+    if (name := config.trainer.algorithm.advantage) in algorithm.OVER_BATCH and rollout.group_size == 1:
+        allowed = f'trainer.algorithm.advantage "{name}" compares the group: at least 2'
         raise ConfigError("rollout.group_size", rollout.group_size, allowed)
 
 

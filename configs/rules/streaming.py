@@ -6,7 +6,7 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.rules.algorithm import ADVANTAGES, LOSSES
 from staleflow.configs.schema import Config
 
-WHOLE_BATCH: Final = {"advantage": ("reinforce_pp",), "loss": ("m2po",)}
+WHOLE_BATCH: Final = {"advantage": ("reinforce_pp", "reinforce_pp_baseline"), "loss": ("m2po",)}
 """Shipped algorithms that need the whole batch before the first gradient."""
 
 

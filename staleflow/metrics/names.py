@@ -42,14 +42,17 @@ METRICS: Final[dict[str, Metric]] = {
     "loss": Metric("", "loss of the step"),
     "grad_norm": Metric("", "L2 norm of the gradient before it is clipped; with several updates in a step, their mean"),
     "grad_norm/max": Metric("", "largest L2 norm of the gradients of a step, if it has several updates"),
-    "lr": Metric("", "learning rate"),
+    "lr": Metric("", "learning rate, scaled by trainer.algorithm.ess_scaled_lr if that is set"),
     "clip/low": Metric("share", "trained tokens whose ratio is clipped from below"),
     "clip/high": Metric("share", "trained tokens whose ratio is clipped from above"),
     "masked/token": Metric("share", "trained tokens that a mask of the algorithm left out"),
     "masked/sequence": Metric("share", "trajectories that lost all of their tokens to a mask of the algorithm"),
     "kl/reference": Metric("nats", "divergence from the reference model, a token"),
+    "kl/teacher": Metric("nats", "estimated divergence from the teacher (trainer.algorithm.teacher), a trained token"),
     "entropy": Metric(
-        "nats", "entropy of the policy that wrote, a trained token; estimated by the tokens' own log-probabilities"
+        "nats",
+        "entropy of the policy that wrote, a trained token; estimated by the tokens' own log-probabilities. With"
+        " trainer.algorithm.entropy_coef: exact, of the trainer's model",
     ),
     "mismatch_kl": Metric("nats", "divergence between the engine that wrote and the trainer's model, a token"),
     "approx_kl": Metric(

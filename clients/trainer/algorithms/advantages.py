@@ -70,6 +70,11 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (centred * (count / (count - 1).clamp(min=1))[group]).to(torch.float32)
 
 
+def none(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Return 0 for every trajectory: rewards do not train, the other terms of the objective do."""
+    return torch.zeros(rewards.shape, dtype=torch.float32, device=rewards.device)
+
+
 def whitened(advantages: Tensor, reduce: Reduction, eps: float = 1e-6) -> Tensor:
     """Whiten over the trained tokens of the whole batch, on all ranks.
 
@@ -82,8 +87,9 @@ def whitened(advantages: Tensor, reduce: Reduction, eps: float = 1e-6) -> Tensor
     reference; for ``gae``, it is what the critic did not expect.
 
     Source: Hu et al., REINFORCE++ (arXiv 2501.03262v9), section 3.1, equation 5: one baseline and scale for the batch,
-    no group. For GAE: ``masked_whiten`` in the PPO of verl (``compute_gae_advantage_return``) and of TRL 0.20.
-    Both divide by the sample's variance plus 1e-8, which differs by a factor of sqrt(1 - 1 / T).
+    no group. REINFORCE++-baseline whitens ``dr_grpo``, reward minus group mean, in the same way (there, section 3.2).
+    For GAE: ``masked_whiten`` in the PPO of verl (``compute_gae_advantage_return``). It divides by the sample's
+    variance plus 1e-8, which differs by a factor of sqrt(1 - 1 / T).
     """
     chosen = advantages.to(torch.float64)
     count, total = reduce.sum(torch.stack([torch.ones_like(chosen).sum(), chosen.sum()])).unbind()

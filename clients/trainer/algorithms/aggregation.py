@@ -2,12 +2,13 @@
 """Aggregation of per-token losses: the constant share of each token. The loss is the sum of share * loss.
 
 A share is a weight, which depends on the token's own trajectory, times a scale, which depends on totals of the whole
-batch. Passes and ranks therefore add up, and the scale can be applied last, when the batch is complete. The loss
-function determines the aggregation if its paper does (``aggregation_of``), otherwise the advantage, otherwise the token
-mean.
+batch. Passes and ranks therefore add up, and the scale can be applied last, when the batch is complete. ``loss_agg``
+selects the aggregation. With ``auto``, the loss function determines it if its paper does (``aggregation_of``),
+otherwise the advantage, otherwise the token mean.
 """
 
 from enum import Enum, auto
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -26,9 +27,23 @@ class Aggregation(Enum):
     trajectories. Dr. GRPO (arXiv 2503.20783), section 3.2: the constant is the generation budget."""
 
 
-def aggregation_of(advantage: str, loss: str) -> Aggregation:
-    """Average over trajectories for GSPO and OPSM, divide by a constant for Dr. GRPO, else average over tokens."""
-    if loss in ("gspo", "opsm"):
+_NAMED: Final = {
+    "token_mean": Aggregation.TOKEN_MEAN,
+    "sequence_mean": Aggregation.SEQUENCE_MEAN,
+    "sequence_sum": Aggregation.CONSTANT,
+}
+"""Aggregations by their value of ``trainer.algorithm.loss_agg``; ``auto`` is none of them."""
+
+
+def aggregation_of(advantage: str, loss: str, loss_agg: str = "auto") -> Aggregation:
+    """Return the configured aggregation.
+
+    ``auto``: average over trajectories for GSPO, GMPO and OPSM, divide by a constant for Dr. GRPO, else average over
+    tokens.
+    """
+    if loss_agg != "auto":
+        return _NAMED[loss_agg]
+    if loss in ("gspo", "gmpo", "opsm"):
         return Aggregation.SEQUENCE_MEAN
     return Aggregation.CONSTANT if advantage == "dr_grpo" else Aggregation.TOKEN_MEAN
 

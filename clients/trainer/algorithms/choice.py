@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from staleflow.clients.trainer.algorithms import advantages, corrections, losses, sequence_losses
+from staleflow.clients.trainer.algorithms import advantages, corrections, dppo, geometric, losses, sequence_losses, veto
 from staleflow.clients.trainer.algorithms.corrections import Correction
 from staleflow.clients.trainer.algorithms.losses import TokenLoss
 from staleflow.configs.errors import ConfigError
@@ -27,6 +27,7 @@ GROUP_ADVANTAGES: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "grpo": advantages.grpo,
     "dr_grpo": advantages.dr_grpo,
     "rloo": advantages.rloo,
+    "none": advantages.none,
 }
 
 
@@ -77,6 +78,13 @@ def group_advantage(name: str) -> Callable[[Tensor, Tensor, Mapping[str, Tensor]
 
 def token_loss(algorithm: Algorithm) -> Callable[[TrainedTokens, float], TokenLoss]:
     """Return the loss of ``(tokens, limit)``; ``limit`` is the largest squared log-ratio that M2PO keeps."""
+    loss, below = _unvetoed(algorithm), algorithm.veto_below
+    if not below:
+        return loss
+    return lambda at, limit: veto.vetoed(loss(at, limit), at.old, at.behavior, at.advantages, at.row, below)
+
+
+def _unvetoed(algorithm: Algorithm) -> Callable[[TrainedTokens, float], TokenLoss]:
     match algorithm.loss:
         case "ppo_clip":
             return lambda at, _: _ppo(algorithm, at)
@@ -88,6 +96,16 @@ def token_loss(algorithm: Algorithm) -> Callable[[TrainedTokens, float], TokenLo
                 sequence_losses.gspo(
                     at.logprobs, _denominator(algorithm, at), at.advantages, at.row, gspo_low=low, gspo_high=high
                 ),
+            )
+        case "gmpo":
+            low, high = algorithm.gmpo_low, algorithm.gmpo_high
+            return lambda at, _: geometric.gmpo(
+                at.logprobs, at.behavior, at.advantages, at.row, gmpo_low=low, gmpo_high=high
+            )
+        case "dppo":
+            kind, low, high = algorithm.dppo_divergence, algorithm.dppo_low, algorithm.dppo_high
+            return lambda at, _: dppo.dppo(
+                at.logprobs, at.behavior, at.advantages, divergence=kind, dppo_low=low, dppo_high=high
             )
         case "cispo":
             low, high = algorithm.cispo_low, algorithm.cispo_high
@@ -156,6 +174,9 @@ def correct(algorithm: Algorithm, old: Tensor, behavior: Tensor, row: Tensor, ag
             return corrections.masked_tokens(old, behavior, low=algorithm.mask_low, high=algorithm.mask_high)
         case "masked_is_sequence":
             return corrections.masked_sequences(old, behavior, row, cap=algorithm.sequence_cap)
+        case "masked_is_geometric":
+            low, high, cap = algorithm.geometric_low, algorithm.geometric_high, algorithm.tis_cap
+            return geometric.masked_geometric(old, behavior, row, low=low, high=high, cap=cap)
 
 
 def caps(by_age: Sequence[float], age: Tensor) -> Tensor:

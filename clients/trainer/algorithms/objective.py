@@ -14,7 +14,7 @@ step. Each update begins with ``start_update`` and ends with ``scale`` and ``upd
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
@@ -23,9 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from staleflow.clients.models.gae import gae, returns_to_go, token_rewards, trained_lengths
-from staleflow.clients.trainer.algorithms.advantages import whitened
+from staleflow.clients.trainer.algorithms.advantages import dr_grpo, whitened
 from staleflow.clients.trainer.algorithms.aggregation import aggregation_of, scale, weights
 from staleflow.clients.trainer.algorithms.choice import TrainedTokens, group_advantage, token_loss
+from staleflow.clients.trainer.algorithms.distillation import teacher_advantage
+from staleflow.clients.trainer.algorithms.ess import TrajectoryWeights, lr_factor
 from staleflow.clients.trainer.algorithms.kl import kl_loss
 from staleflow.clients.trainer.algorithms.losses import TokenLoss, clippable, squared_log_ratio
 from staleflow.clients.trainer.algorithms.mismatch import MismatchSums
@@ -33,7 +35,7 @@ from staleflow.clients.trainer.algorithms.second_moment import largest_kept
 from staleflow.clients.trainer.algorithms.sequence_losses import row_mean
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.rules.algorithm import PER_TOKEN
+from staleflow.configs.rules.algorithm import OVER_BATCH, PER_TOKEN
 from staleflow.configs.schema import Config
 
 Column = TypeVar("Column")
@@ -111,10 +113,10 @@ class Objective:
         self._max_age = min(config.staleness.max_staleness, MAX_AGE)
         self._device = device
         self._reduce = reduce
-        self._how = aggregation_of(self._algorithm.advantage, self._algorithm.loss)
+        self._how = aggregation_of(self._algorithm.advantage, self._algorithm.loss, self._algorithm.loss_agg)
         self._loss = token_loss(self._algorithm)
-        per_token = self._algorithm.advantage in PER_TOKEN
-        self._group_advantage = None if per_token else group_advantage(self._algorithm.advantage)
+        beyond = self._algorithm.advantage in (*PER_TOKEN, *OVER_BATCH)
+        self._group_advantage = None if beyond else group_advantage(self._algorithm.advantage)
 
     @property
     def surveys(self) -> bool:
@@ -131,6 +133,8 @@ class Objective:
         self._counts = torch.zeros(3, dtype=torch.float64, device=self._device)
         self._scale = 1.0
         self._sums = torch.zeros(6, dtype=torch.float64, device=self._device)
+        self._terms = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._trajectories = TrajectoryWeights(self._device)
         self._mismatch = MismatchSums(self._device, self._max_age)
         self._old: Tensor | None = None
         self._squares: list[Tensor] = []
@@ -157,6 +161,8 @@ class Objective:
         """Start the next of several updates, on some of the rows taken: ``scale`` and ``update_values`` are its own."""
         self._counts = self._counts_of(batch.loss_mask[rows])
         self._sums.zero_()
+        self._terms.zero_()
+        self._trajectories = TrajectoryWeights(self._device)
 
     def scale(self) -> float:
         """Return the factor for the sum of all ``loss``. Called once, after all rows of the step were taken."""
@@ -168,7 +174,8 @@ class Objective:
     def survey(self, logprobs: Tensor, tokens: Tokens) -> None:
         """Record a pass's log-probabilities at the start of the step, float32 [T] without gradient."""
         logprobs, behavior = logprobs[tokens.mask], tokens.behavior[tokens.mask]
-        bounded = clippable(logprobs, behavior, self._advantages_of_trained(tokens))
+        advantages = self._advantages_of_trained(tokens) + self._algorithm.distill_coef * self._taught(logprobs, tokens)
+        bounded = clippable(logprobs, behavior, advantages)
         self._squares.append(squared_log_ratio(logprobs, behavior)[bounded])
 
     def surveyed(self) -> None:
@@ -177,8 +184,11 @@ class Objective:
         self._limit = largest_kept(squares, self._algorithm.m2_threshold, self._reduce)
         self._squares.clear()
 
-    def loss(self, logprobs: Tensor, tokens: Tokens) -> Tensor:
+    def loss(self, logprobs: Tensor, tokens: Tokens, entropy: Tensor | None = None) -> Tensor:
         """Return a scalar with gradient; ``logprobs`` float32 [T] are the current model's at the sampling temperature.
+
+        ``entropy`` float32 [T]: the entropy of the model's distribution at each token; required if ``entropy_coef`` is
+        above 0.
 
         The sum over all passes of all ranks, times ``scale``, is the loss of the whole batch. It is not divided by the
         world size; a backend that averages gradients over ranks must multiply by it.
@@ -196,9 +206,16 @@ class Objective:
         )
         if at.logprobs.numel() == 0:  # losses need not handle this case; other ranks wait in the backward pass
             return at.logprobs.sum()
+        taught = self._taught(at.old, tokens)
+        at = replace(at, advantages=at.advantages + self._algorithm.distill_coef * taught)
         result = self._loss(at, self._limit)
         weight = weights(self._how, at.row, self._longest)
         loss = (result.loss * weight).sum()
+        if self._algorithm.entropy_coef:
+            assert entropy is not None
+            loss = loss - self._algorithm.entropy_coef * (entropy[mask] * weight).sum()
+            self._terms[0] += entropy[mask].detach().sum(dtype=torch.float64)
+        self._terms[1] -= taught.sum(dtype=torch.float64)
         divergence = self._divergence(at.logprobs, tokens)
         if divergence is not None and not self._algorithm.kl_in_reward:
             loss = loss + self._algorithm.kl_coef * (divergence * weight).sum()
@@ -208,11 +225,13 @@ class Objective:
     def values(self) -> dict[str, float]:
         """Return the metrics of the step over all ranks; requires ``scale``.
 
-        ``loss``; ``mismatch_kl`` and ``is_weight/*`` of the engine's tokens; ``clip/low``, ``clip/high``,
-        ``masked/token``: fractions of the trained tokens; ``masked/sequence``: fraction of the trajectories that lost
-        all tokens to a mask; ``kl/reference`` in nats per token, if there is a reference; by age, see ``MismatchSums``.
-        ``approx_kl`` from the old to the current policy in nats per token, if the step has several updates. Then
-        ``mismatch_kl``, ``is_weight/*`` and ``approx_kl`` are those of the step, the others those of its last update.
+        ``loss``, with all of its terms; ``mismatch_kl`` and ``is_weight/*`` of the engine's tokens; ``clip/low``,
+        ``clip/high``, ``masked/token``: fractions of the trained tokens; ``masked/sequence``: fraction of the
+        trajectories that lost all tokens to a mask; ``kl/reference`` and ``kl/teacher`` in nats per token, if there is
+        a reference or a teacher; ``entropy`` of the trainer's model, if it is part of the loss; by age, see
+        ``MismatchSums``. ``approx_kl`` from the old to the current policy in nats per token, if the step has several
+        updates. Then ``mismatch_kl``, ``is_weight/*`` and ``approx_kl`` are those of the step, the others those of its
+        last update.
         """
         values = self.update_values() | self._mismatch.values(self._reduce)
         if self._old is not None:
@@ -232,12 +251,21 @@ class Objective:
         }
         if self._algorithm.kl_coef:
             values["kl/reference"] = divergence / tokens
+        entropy, apart = self._reduce.sum(self._terms).tolist()
+        if self._algorithm.entropy_coef:
+            values["entropy"] = entropy / tokens
+        if self._algorithm.distill_coef:
+            values["kl/teacher"] = apart / tokens
         return values
 
     def _counts_of(self, loss_mask: NDArray[np.bool_]) -> Tensor:
         """Return the numbers of trained tokens, of trajectories with a trained token, and of trajectories."""
         counts = (int(loss_mask.sum()), int(loss_mask.any(axis=1).sum()), len(loss_mask))
         return torch.tensor(counts, dtype=torch.float64, device=self._device)
+
+    def lr_factor(self) -> float:
+        """Return the factor of the step's learning rate, from above 0 to 1. Every rank must call it equally often."""
+        return lr_factor(self._trajectories.ess(self._reduce)) if self._algorithm.ess_scaled_lr else 1.0
 
     def _advantages_of(self, batch: TrainBatch, lengths: Tensor) -> Tensor:
         """Return float32 advantages, flat over all completion tokens of the rank's rows, trained or not."""
@@ -254,6 +282,10 @@ class Objective:
         def trained(column: NDArray[Any]) -> Tensor:
             return torch.from_numpy(column[batch.completions])[mask]
 
+        if algorithm.advantage in OVER_BATCH:
+            each = dr_grpo(rewards, torch.from_numpy(batch.group_ids)).repeat_interleave(lengths)[mask]
+            each = whitened(each.to(self._device), self._reduce)
+            return torch.zeros(len(mask)).masked_scatter(mask, each.cpu())
         if algorithm.kl_in_reward:
             reference = trained(_column(batch.token_stages, REFERENCE))
             costs = algorithm.kl_coef * (trained(batch.behavior_logprobs) - reference)
@@ -269,6 +301,17 @@ class Objective:
 
     def _advantages_of_trained(self, tokens: Tokens) -> Tensor:
         return self._advantages[self._places(tokens.row)[tokens.mask]]
+
+    def _taught(self, old: Tensor, tokens: Tokens) -> Tensor:
+        """Return the teacher's advantage [T] of the trained tokens, 0 without a teacher."""
+        if not self._algorithm.distill_coef:
+            return torch.zeros_like(old)
+        name = self._algorithm.teacher
+        found = (tokens.stages if "/" in name else tokens.columns).get(name)
+        if found is None or found.dim() != 1:
+            allowed = "its batches must have this column with one number a token; this one has not"
+            raise ConfigError("trainer.algorithm.teacher", name, allowed)
+        return teacher_advantage(old, found[tokens.mask])
 
     def _places(self, row: Tensor) -> Tensor:
         """Return the index of each token's advantage: its row's start plus its position within the row."""
@@ -294,6 +337,8 @@ class Objective:
         self._mismatch.add(at.old, at.behavior, at.age, truncated=result.truncated, clipped=clipped)
         if at.start is not None:
             self._drift.add(at.logprobs, at.start, at.age, truncated=result.truncated, clipped=clipped)
+        if self._algorithm.ess_scaled_lr:
+            self._trajectories.add(at.old, at.behavior, at.row)
 
 
 def _column(stages: Mapping[str, Column], name: str) -> Column:

@@ -92,8 +92,8 @@ class DeepspeedLearner:
         if not last:
             self._engine.step()
 
-    def step(self, number: int, *, scale: float, take: bool) -> float:
-        rate = learning_rate(self._config, number)
+    def step(self, number: int, *, scale: float, take: bool, lr_factor: float = 1.0) -> float:
+        rate = learning_rate(self._config, number) * lr_factor
         for group in self._adam.param_groups:
             group["lr"] = rate
         if self._stage == 0:

@@ -9,12 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from staleflow.clients.models.likelihood import token_logprobs
+from staleflow.clients.models.likelihood import token_logprobs, token_logprobs_and_entropy
 from staleflow.clients.trainer.backends.tensors import rows
 from staleflow.clients.trainer.data.batch import TrainBatch
 
 Forward = Callable[..., Tensor]
 """Map ``input_ids`` and related inputs to logits."""
+Score = Callable[[Tensor, Tensor, float], Tensor]
+"""Map logits [N, L, V], ``input_ids`` [N, L] and a temperature to [N, L, ...]."""
 _PROBE = 8
 """Number of tokens per row in the check of a model's packing."""
 
@@ -27,9 +29,14 @@ def completion_logprobs(
     temperature: float,
     *,
     packing: bool,
+    entropy: bool = False,
 ) -> Tensor:
-    """Return float32 [T]: the completion tokens of the rows ``which``, in the order of ``objective.tokens_of``."""
-    return (_packed if packing else _padded)(forward, batch, which, device, temperature)
+    """Return float32 [T]: the completion tokens of the rows ``which``, in the order of ``objective.tokens_of``.
+
+    ``entropy``: return [T, 2] instead, with the entropy of each token's distribution.
+    """
+    score = token_logprobs_and_entropy if entropy else token_logprobs
+    return (_packed if packing else _padded)(forward, batch, which, device, temperature, score)
 
 
 def isolates_packed_rows(
@@ -59,16 +66,26 @@ def isolates_packed_rows(
 
 
 def _padded(
-    forward: Forward, batch: TrainBatch, which: NDArray[np.int64], device: torch.device, temperature: float
+    forward: Forward,
+    batch: TrainBatch,
+    which: NDArray[np.int64],
+    device: torch.device,
+    temperature: float,
+    score: Score,
 ) -> Tensor:
     width = int(batch.sequence_lengths[which].max())
     input_ids = rows(batch.input_ids, which, width, device)
     logits = forward(input_ids=input_ids, attention_mask=rows(batch.attention_mask, which, width, device))
-    return token_logprobs(logits, input_ids, temperature)[rows(batch.completions, which, width, device)]
+    return score(logits, input_ids, temperature)[rows(batch.completions, which, width, device)]
 
 
 def _packed(
-    forward: Forward, batch: TrainBatch, which: NDArray[np.int64], device: torch.device, temperature: float
+    forward: Forward,
+    batch: TrainBatch,
+    which: NDArray[np.int64],
+    device: torch.device,
+    temperature: float,
+    score: Score,
 ) -> Tensor:
     """Concatenate all rows into one. Positions restart with every row, by which ``transformers`` isolates the rows,
     with a block-diagonal causal mask (sdpa, eager) or variable lengths (flash attention), in most architectures
@@ -83,4 +100,4 @@ def _packed(
     input_ids = flat(batch.input_ids[which][inside])
     logits = forward(input_ids=input_ids, position_ids=flat(positions))
     # The first token of a row is "predicted" by the row before it, but belongs to a prompt and is excluded here.
-    return token_logprobs(logits, input_ids, temperature)[flat(batch.completions[which][inside])]
+    return score(logits, input_ids, temperature)[flat(batch.completions[which][inside])]

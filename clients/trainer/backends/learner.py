@@ -31,11 +31,11 @@ class Learner(Protocol):
         """Add the gradient of ``loss`` to the step's; gradients are summed over ranks at ``last`` at the latest."""
         ...
 
-    def step(self, number: int, *, scale: float, take: bool) -> float:
+    def step(self, number: int, *, scale: float, take: bool, lr_factor: float = 1.0) -> float:
         """Return the L2 norm, before clipping, of the step's gradient: ``scale`` times the added gradients.
 
-        Update the weights as train step ``number`` if the norm is finite and ``take`` is set. The gradient is discarded
-        in any case.
+        Update the weights as train step ``number`` if the norm is finite and ``take`` is set, at ``lr_factor`` times
+        its learning rate. The gradient is discarded in any case.
         """
         ...
 

@@ -66,9 +66,9 @@ class MasterAdamW:
         norm: Any = nn.utils.clip_grad_norm_(self._master.values(), self._config.grad_clip)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
-    def step(self, number: int) -> float:
-        """Update the weights as train step ``number`` of the run; return the learning rate."""
-        rate = learning_rate(self._config, number)
+    def step(self, number: int, lr_factor: float = 1.0) -> float:
+        """Update the weights as train step ``number`` of the run; return the learning rate, scaled by ``lr_factor``."""
+        rate = learning_rate(self._config, number) * lr_factor
         for group in self._adam.param_groups:
             group["lr"] = rate
         self._adam.step()

@@ -35,11 +35,11 @@ class PlainLearner:
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.collect()
 
-    def step(self, number: int, *, scale: float, take: bool) -> float:
+    def step(self, number: int, *, scale: float, take: bool, lr_factor: float = 1.0) -> float:
         self.optimizer.scale(scale)
         norm = self.optimizer.clip()
         if take and math.isfinite(norm):
-            self.optimizer.step(number)
+            self.optimizer.step(number, lr_factor)
         else:
             self.optimizer.clear()
         return norm

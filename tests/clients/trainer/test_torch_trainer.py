@@ -61,9 +61,9 @@ def test_the_gradient_is_that_of_a_literal_loop_over_sequences_and_tokens(model_
     gradients: dict[str, Any] = {}
     step = optimizer(trainer).step
 
-    def keep(number: int) -> float:
+    def keep(number: int, lr_factor: float) -> float:
         gradients.update({name: p.grad.clone() for name, p in trainer.model.named_parameters()})
-        return float(step(number))
+        return float(step(number, lr_factor))
 
     optimizer(trainer).step = keep
     loss = trained(trainer, 0)["loss"]
@@ -216,10 +216,10 @@ def test_gradient_clipping_bounds_the_gradient_and_reports_its_norm_from_before(
     norms: list[float] = []
     step = optimizer(trainer).step
 
-    def look(number: int) -> float:
+    def look(number: int, lr_factor: float) -> float:
         squares = [float((p.grad.double() ** 2).sum()) for p in trainer.model.parameters()]
         norms.append(math.sqrt(sum(squares)))
-        return float(step(number))
+        return float(step(number, lr_factor))
 
     optimizer(trainer).step = look
     assert trained(trainer, 0)["grad_norm"] > 0.01

@@ -21,7 +21,7 @@ def overrides(keys: str) -> list[str]:
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_advantage_goes_with_every_loss(write: Write, advantage: str, loss: str) -> None:
-    check_algorithm(Algorithm(advantage=advantage, loss=loss))
+    check_algorithm(Algorithm(advantage=advantage, loss=loss, distill_coef=float(advantage == "none")))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,31 @@ def test_every_advantage_goes_with_every_loss(write: Write, advantage: str, loss
         ("loss=cispo correction=none", r'correction is "none"; it corrects "gspo" and "ppo_clip" with'),
         ("ratio_to=behavior correction=none", r'correction is "none"; it corrects "gspo" and "ppo_clip" with'),
         ("loss=aipo ratio_to=behavior", r'ratio_to is "behavior"; only the losses "gspo" and "ppo_clip" have the'),
-        ("correction=none tis_cap=3", r'tis_cap is 3\.0; it is a bound of the correction "tis"; leave it at 2\.0'),
+        ("correction=none tis_cap=3", r'tis_cap is 3\.0; it is a bound of the corrections "tis" and "masked_is_geomet'),
+        (
+            "geometric_low=0.9",
+            r'geometric_low is 0\.9; it is a bound of the correction "masked_is_geometric"; leave it',
+        ),
+        ("correction=masked_is_geometric geometric_low=1", r"geometric_low is 1; it must be a number >= 0 and < 1"),
+        ("correction=masked_is_geometric geometric_high=1", r"geometric_high is 1; it must be a number > 1"),
+        ("veto_below=1", r"veto_below is 1; it must be a number >= 0 and < 1"),
+        (
+            "loss_agg=mean",
+            r'loss_agg is "mean"; it must be one of "auto", "sequence_mean", "sequence_sum", "token_mean"',
+        ),
+        ("gmpo_low=0.1", r'gmpo_low is 0\.1; it is a bound of the loss "gmpo"; leave it at 0\.4'),
+        ("dppo_high=0.1", r'dppo_high is 0\.1; it is a bound of the loss "dppo"; leave it at 0\.15'),
+        ("dppo_divergence=kl", r'dppo_divergence is "kl"; it is the distance of the loss "dppo"'),
+        (
+            "advantage=none",
+            r'advantage is "none"; nothing would train; it needs trainer\.algorithm\.distill_coef above 0',
+        ),
+        ("teacher=a/b", r'teacher is "a/b"; it is the teacher of distill_coef, which is 0; leave it at'),
+        (
+            "distill_coef=1 teacher=a/b",
+            r'teacher is "a/b"; it must be a column with one number for each token, of this',
+        ),
+        ("distill_coef=1 teacher=reward/reward", r'teacher is "reward/reward"; it must be a column with one number'),
         ("mask_high=3", r'mask_high is 3\.0; it is a bound of the correction "masked_is"'),
         ("sequence_cap=3", r'sequence_cap is 3\.0; it is a bound of the correction "masked_is_sequence"'),
         ("loss=gspo ratio_to=behavior", r"gspo_low is 0\.0003; with ratio_to \"behavior\" numeric noise alone exceeds"),
@@ -92,6 +116,10 @@ def test_bounds_are_taken_where_they_mean_something(write: Write) -> None:
         "correction=masked_is mask_low=0.2",
         "advantage=gae gamma=0.9 gae_lambda=0 whiten_advantages=false kl_coef=0.1 kl_in_reward=true",
         "kl_coef=0.1 kl=k1",
+        "correction=masked_is_geometric geometric_low=0.8 geometric_high=2 tis_cap=3",
+        "loss=gmpo gmpo_low=0.1 loss_agg=sequence_sum veto_below=1e-4",
+        "loss=dppo dppo_divergence=kl dppo_low=0.05 entropy_coef=0.001 ess_scaled_lr=true",
+        "advantage=none distill_coef=1",
     ):
         load(write(MINIMAL), overrides(keys))
 
@@ -128,14 +156,17 @@ def test_equal_rewards_are_filtered_by_default_where_the_advantage_is_against_th
     write: Write, advantage: str
 ) -> None:
     path = write(MINIMAL.replace('filter = "none"\n', ""))
-    keys = overrides(f"advantage={advantage}")
+    keys = overrides(f"advantage={advantage}{' distill_coef=1' if advantage == 'none' else ''}")
     assert filter_of(load(path, keys)) == IN_GROUP.get(advantage, "none")
+    assert filter_of(load(path, [*keys, "trainer.algorithm.distill_coef=1"])) == "none"
     for chosen in ("none", "zero_spread"):
         assert filter_of(load(path, [*keys, f"rollout.filter={chosen}"])) == chosen
 
 
 def test_a_group_of_one_needs_an_advantage_that_is_not_against_the_group(write: Write) -> None:
     path, one = write(MINIMAL.replace('filter = "none"\n', "")), "rollout.group_size=1"
+    with pytest.raises(ConfigError, match=r'group_size is 1; .*"reinforce_pp_baseline" compares the group: at least 2'):
+        load(path, [one, *overrides("advantage=reinforce_pp_baseline")])
     with pytest.raises(ConfigError, match=r'rollout\.group_size is 1; rollout\.filter "zero_spread" releases every'):
         load(path, [one])
     assert load(path, [one, *overrides("advantage=gae")]).rollout.group_size == 1

@@ -29,6 +29,7 @@ def config(algorithm: dict[str, Any] | None = None, **trainer: Any) -> Config:
         {"advantage": "rloo", "loss": "gspo"},
         {"loss": "mine.py:loss"},
         {"kl_coef": 0.1},
+        {"advantage": "none", "distill_coef": 1.0, "loss_agg": "sequence_mean", "entropy_coef": 0.01},
     ],
     ids=str,
 )
@@ -48,13 +49,19 @@ def test_every_rank_must_have_a_group_of_every_piece(nproc: int, groups: int) ->
             config({"advantage": "reinforce_pp"}),
             "trainer.algorithm.advantage",
             "reinforce_pp",
-            'it must be one of "dr_grpo", "gae", "grpo", "rloo"',
+            'it must be one of "dr_grpo", "gae", "grpo", "none", "rloo"',
+        ),
+        (
+            config({"advantage": "reinforce_pp_baseline"}),
+            "trainer.algorithm.advantage",
+            "reinforce_pp_baseline",
+            'it must be one of "dr_grpo", "gae", "grpo", "none", "rloo"',
         ),
         (
             config({"advantage": "mine.py:advantage"}),
             "trainer.algorithm.advantage",
             "mine.py:advantage",
-            'it must be one of "dr_grpo", "gae", "grpo", "rloo"',
+            'it must be one of "dr_grpo", "gae", "grpo", "none", "rloo"',
         ),
         (
             config({"advantage": "gae"}),
@@ -66,7 +73,7 @@ def test_every_rank_must_have_a_group_of_every_piece(nproc: int, groups: int) ->
             config({"loss": "m2po"}),
             "trainer.algorithm.loss",
             "m2po",
-            'it must be one of "aipo", "cispo", "gspo", "opsm", "ppo_clip"',
+            'it must be one of "aipo", "cispo", "dppo", "gmpo", "gspo", "opsm", "ppo_clip"',
         ),
         (config(backend="ddp", nproc=2), "trainer.stream_groups", 1, "2 ranks needs a group of every micro-batch"),
         (config(backend="fsdp", nproc=4, stream_groups=6), "trainer.stream_groups", 6, "trainer.batch_size = 8 none"),

@@ -20,6 +20,8 @@ class Token:
     behavior: float
     trained: bool
     reference: float = 0.0
+    entropy: float = 0.0
+    """The entropy at the token; a constant, so it has no derivative by the log-probability."""
     value: float = 0.0
     age: int = 0
 
@@ -63,8 +65,10 @@ def advantages(how: Algorithm, batch: list[Written]) -> dict[int, float]:
             case "grpo":
                 spread = math.sqrt(sum((r - mean) ** 2 for r in peers) / max(1, len(peers) - 1))
                 each = (one.reward - mean) / (spread + 1e-6)
-            case "dr_grpo":
+            case "dr_grpo" | "reinforce_pp_baseline":
                 each = one.reward - mean
+            case "none":
+                each = 0.0
             case "rloo":
                 others = (sum(peers) - one.reward) / (len(peers) - 1) if len(peers) > 1 else one.reward
                 each = one.reward - others
@@ -76,10 +80,13 @@ def advantages(how: Algorithm, batch: list[Written]) -> dict[int, float]:
                 found[id(token)] = sum(earned(how, one, later) for later in range(place, len(one.trained)))
             if how.advantage == "gae":
                 found[id(token)] = gae(how, one, place)
-    if how.advantage == "reinforce_pp" or (how.advantage == "gae" and how.whiten_advantages):
-        mean = sum(found.values()) / max(1, len(found))
-        spread = math.sqrt(sum((a - mean) ** 2 for a in found.values()) / max(1, len(found)))
+    if how.advantage in ("reinforce_pp", "reinforce_pp_baseline") or (how.advantage == "gae" and how.whiten_advantages):
+        counted = [found[id(token)] for one in batch for token in one.trained]
+        mean = sum(counted) / max(1, len(counted))
+        spread = math.sqrt(sum((a - mean) ** 2 for a in counted) / max(1, len(counted)))
         found = {key: (a - mean) / (spread + 1e-6) for key, a in found.items()}
+    for token in (token for one in batch for token in one.trained):
+        found[id(token)] += how.distill_coef * (token.reference - token.logprob)
     return found
 
 
@@ -125,6 +132,38 @@ def m2_limit(batch: list[Written], gained: dict[int, float], threshold: float) -
     return squares[-1] if squares else -1.0
 
 
+def vetoed(how: Algorithm, one: Written, gained: dict[int, float]) -> bool:
+    if sum(gained[id(token)] for token in one.trained) >= 0:
+        return False
+    return any(math.exp(token.logprob - token.behavior) < how.veto_below for token in one.trained)
+
+
+def dppo(how: Algorithm, at: Token, advantage: float) -> tuple[float, float, str]:
+    p, q = math.exp(at.logprob), math.exp(at.behavior)
+    apart = abs(p - q)
+    if how.dppo_divergence == "kl":
+        apart = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    if advantage > 0 and p > q and apart > how.dppo_high:
+        return 0.0, 0.0, "high"
+    if advantage < 0 and p < q and apart > how.dppo_low:
+        return 0.0, 0.0, "low"
+    return -p / q * advantage, -p / q * advantage, ""
+
+
+def gmpo(how: Algorithm, one: Written, at: Token, advantage: float) -> tuple[float, float, str]:
+    """The derivative includes the token's part in the losses of all tokens of the trajectory."""
+    total = 0.0
+    for token in one.trained:
+        distance = token.logprob - token.behavior
+        total += max(distance, -how.gmpo_low) if advantage < 0 else min(distance, how.gmpo_high)
+    loss, distance = -math.exp(total / len(one.trained)) * advantage, at.logprob - at.behavior
+    if advantage < 0 and distance < -how.gmpo_low:
+        return loss, 0.0, "low"
+    if advantage > 0 and distance > how.gmpo_high:
+        return loss, 0.0, "high"
+    return loss, loss, ""
+
+
 def token(how: Algorithm, one: Written, at: Token, advantage: float, limit: float) -> tuple[float, float, str]:
     """Loss, derivative and outcome ("", low, high, masked, cut) of one trained token; the derivative is its own part
     only."""
@@ -137,8 +176,12 @@ def token(how: Algorithm, one: Written, at: Token, advantage: float, limit: floa
         case "gspo" if how.ratio_to == "behavior":
             return ppo(math.exp(mean), advantage, how.gspo_low, how.gspo_high)
         case "ppo_clip" | "gspo":  # old and current are equal, so that the ratio between them is 1
-            weight, fate = correction(how, ratio, math.prod(mine), at.age)
+            weight, fate = correction(how, ratio, math.prod(mine), math.exp(mean), at.age)
             return -weight * advantage, -weight * advantage, fate
+        case "gmpo":
+            return gmpo(how, one, at, advantage)
+        case "dppo":
+            return dppo(how, at, advantage)
         case "cispo":
             weight = clip(ratio, 1 - how.cispo_low, 1 + how.cispo_high)
             return -weight * advantage * at.logprob, -weight * advantage, "cut" if weight != ratio else ""
@@ -157,7 +200,7 @@ def token(how: Algorithm, one: Written, at: Token, advantage: float, limit: floa
             raise AssertionError
 
 
-def correction(how: Algorithm, ratio: float, product: float, age: int) -> tuple[float, str]:
+def correction(how: Algorithm, ratio: float, product: float, geometric: float, age: int) -> tuple[float, str]:
     match how.correction:
         case "none":
             return 1.0, ""
@@ -171,6 +214,10 @@ def correction(how: Algorithm, ratio: float, product: float, age: int) -> tuple[
             return (ratio, "") if how.mask_low <= ratio <= how.mask_high else (0.0, "masked")
         case "masked_is_sequence":
             return (product, "") if product <= how.sequence_cap else (0.0, "masked")
+        case "masked_is_geometric":
+            if not how.geometric_low <= geometric <= how.geometric_high:
+                return 0.0, "masked"
+            return (how.tis_cap, "cut") if ratio > how.tis_cap else (ratio, "")
 
 
 def divergence(kind: str, distance: float) -> tuple[float, float]:
@@ -186,9 +233,14 @@ def divergence(kind: str, distance: float) -> tuple[float, float]:
 
 def share(how: Algorithm, batch: list[Written], one: Written, longest: int) -> float:
     """Weight of one token of the trajectory."""
-    if how.loss in ("gspo", "opsm"):
+    kind = how.loss_agg
+    if kind == "auto" and how.loss in ("gspo", "gmpo", "opsm"):
+        kind = "sequence_mean"
+    elif kind == "auto" and how.advantage == "dr_grpo":
+        kind = "sequence_sum"
+    if kind == "sequence_mean":
         return 1 / (sum(bool(other.trained) for other in batch) * len(one.trained))
-    if how.advantage == "dr_grpo":
+    if kind == "sequence_sum":
         return 1 / (len(batch) * longest)
     return 1 / sum(len(other.trained) for other in batch)
 
@@ -198,13 +250,18 @@ def step(how: Algorithm, batch: list[Written], longest: int) -> Step:
     gained = advantages(how, batch)
     limit = m2_limit(batch, gained, how.m2_threshold)
     ratios: list[float] = []
-    apart = 0.0
+    apart = entropy = taught = 0.0
     for one in batch:
         mine: list[str] = []
+        left_out = vetoed(how, one, gained)
         for at in one.trained:
             each = share(how, batch, one, longest)
             loss, derivative, fate = token(how, one, at, gained[id(at)], limit)
-            found.loss += each * loss
+            if left_out:
+                loss, derivative, fate = 0.0, 0.0, "masked"
+            found.loss += each * (loss - how.entropy_coef * at.entropy)
+            entropy += at.entropy
+            taught += at.logprob - at.reference
             found.gradients[id(at)] = each * derivative
             if how.kl_coef:
                 value, slope = divergence(how.kl, at.logprob - at.reference)
@@ -231,6 +288,10 @@ def step(how: Algorithm, batch: list[Written], longest: int) -> Step:
     }
     if how.kl_coef:
         found.metrics["kl/reference"] = apart / total
+    if how.entropy_coef:
+        found.metrics["entropy"] = entropy / total
+    if how.distill_coef:
+        found.metrics["kl/teacher"] = taught / total
     ages = [min(at.age, MAX_AGE) for one in batch for at in one.trained]
     for age in set(ages):
         some = [ratio for ratio, its in zip(ratios, ages, strict=True) if its == age]

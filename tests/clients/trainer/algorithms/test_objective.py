@@ -15,6 +15,7 @@ import torch
 from staleflow.clients.trainer.algorithms.objective import LOCAL, REFERENCE, VALUES, Objective, Reduce, tokens_of
 from staleflow.clients.trainer.data.batch import NO_VERSION, TrainBatch
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.rules.algorithm import LOSSES
 from staleflow.configs.schema import Algorithm, Config
 from staleflow.protocols.consistency.ids import BatchId, Lineage
 from staleflow.protocols.consistency.ids import Step as StepNumber
@@ -58,6 +59,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "k2": {"kl_coef": 0.5, "kl": "k2"},
     "k3": {"kl_coef": 0.5, "kl": "k3"},
     "gspo with k3": {"loss": "gspo", "kl_coef": 0.2, **WIDE},
+    "sequence mean": {"loss_agg": "sequence_mean"},
+    "sequence sum": {"loss_agg": "sequence_sum", "advantage": "rloo"},
+    "dr_grpo, token mean": {"loss_agg": "token_mean", "advantage": "dr_grpo"},
+    "gspo, sequence sum": {"loss_agg": "sequence_sum", "loss": "gspo", **WIDE},
+    "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline"},
+    "masked geometric": {
+        "correction": "masked_is_geometric",
+        "geometric_low": 0.9,
+        "geometric_high": 1.1,
+        "tis_cap": 1.2,
+    },
+    "gmpo": {"loss": "gmpo", "gmpo_low": 0.2, "gmpo_high": 0.15},
+    "gmpo, token mean": {"loss": "gmpo", "gmpo_low": 0.2, "gmpo_high": 0.15, "loss_agg": "token_mean"},
+    "dppo": {"loss": "dppo", "dppo_low": 0.04, "dppo_high": 0.06},
+    "dppo, kl": {"loss": "dppo", "dppo_divergence": "kl", "dppo_low": 0.01, "dppo_high": 0.02},
+    "veto": {"veto_below": 0.7},
+    "veto, gspo": {"veto_below": 0.7, "loss": "gspo", **WIDE},
+    "veto, gae": {"veto_below": 0.95, "advantage": "gae"},
+    "entropy": {"entropy_coef": 0.3},
+    "entropy, sequence mean": {"entropy_coef": 0.3, "loss_agg": "sequence_mean"},
+    "distillation": {"advantage": "none", "distill_coef": 1.5},
+    "distillation and rewards": {"advantage": "rloo", "distill_coef": 0.5, "loss": "cispo"},
+    "distillation, m2po": {"distill_coef": 0.5, "loss": "m2po", "m2_threshold": 0.02},
 }
 
 
@@ -70,9 +94,10 @@ def drawn(seed: int, *, trained: float = 0.8, spread: float = 0.3) -> list[Writt
             tokens = []
             for _ in range(0 if (group, member) == (7, 1) else draw.randint(1, 9)):
                 logprob = -draw.uniform(0.2, 3.0)
-                one = Token(f32(logprob), f32(logprob + draw.gauss(0, spread)), draw.random() < trained)
+                one = Token(f32(logprob), f32(min(logprob + draw.gauss(0, spread), -0.02)), draw.random() < trained)
                 one.age = ages.randint(0, 4)
                 one.reference, one.value = f32(logprob + draw.gauss(0, 0.4)), f32(draw.gauss(0, 1))
+                one.entropy = -logprob / 2
                 tokens.append(one)
             if (group, member) == (3, 0):
                 for one in tokens:
@@ -151,7 +176,8 @@ def stepped(
         objective.surveyed()
     total, gradients = 0.0, dict[int, float]()
     for rows, leaf in zip(which, leaves, strict=True):
-        loss = objective.loss(leaf, tokens_of(data, rows, CPU))
+        entropy = torch.tensor([token.entropy for row in rows for token in batch[row].tokens], dtype=torch.float64)
+        loss = objective.loss(leaf, tokens_of(data, rows, CPU), entropy)
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
         assert leaf.grad is not None
@@ -260,7 +286,7 @@ def test_a_batch_without_a_trained_token_has_no_loss(keys: dict[str, Any]) -> No
     assert metrics["is_weight/ess"] == 1.0
 
 
-@pytest.mark.parametrize("loss", ["gspo", "cispo", "aipo", "m2po", "opsm", "ppo_clip"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_on_policy_every_loss_is_the_policy_gradient(loss: str) -> None:
     batch = drawn(7, spread=0.0)
     how = algorithm(loss=loss, advantage="rloo")

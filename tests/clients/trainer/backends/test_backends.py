@@ -151,6 +151,22 @@ def test_ranks_that_share_out_pieces_take_the_steps_of_one_that_has_all_of_them(
         assert np.allclose(found.weights[name], array, atol=2e-4), name
 
 
+def test_terms_of_the_loss_and_the_learning_rate_add_up_over_ranks_and_pieces(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    """The entropy bonus, the mean over trajectories and the effective sample size are those of the whole batch."""
+    algorithm = {"entropy_coef": 0.1, "loss_agg": "sequence_mean", "ess_scaled_lr": True, "veto_below": 0.4}
+    steps, plain = [0, 1, 2], TorchTrainer(settings(algorithm=algorithm), model_directory)
+    expected = [plain.train(batch(step, groups=6), Step(step), going_on).values for step in steps]
+    chosen = settings("ddp", algorithm=algorithm)
+    found = ranked(chosen, model_directory, tmp_path, 2, steps=steps, pieces=3, groups=6)
+    for name in ("loss", "entropy", "masked/sequence", "grad_norm", "lr"):
+        assert found.column(name) == pytest.approx([values[name] for values in expected], rel=1e-4, abs=2e-6), name
+    assert all(0 < values["masked/sequence"] < 1 and 0 < values["lr"] < 1e-3 for values in expected)
+    for name, array in plain.weights().items():
+        assert np.allclose(found.weights[name], array, atol=2e-4), name
+
+
 @pytest.mark.parametrize("environment", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("backend", "stage", "nproc"), EVALUATED)
 def test_every_backend_says_of_the_held_out_prompts_what_plain_torch_says_and_trains_on(
