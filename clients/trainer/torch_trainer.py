@@ -36,7 +36,11 @@ from staleflow.clients.trainer.backends.base import (
 )
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.flops import FlopsMeter
-from staleflow.clients.trainer.backends.forward import completion_logprobs, isolates_packed_rows
+from staleflow.clients.trainer.backends.forward import (
+    completion_logprobs,
+    ignores_padding,
+    isolates_packed_rows,
+)
 from staleflow.clients.trainer.backends.learner import Learner, make_learner
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, open_model
@@ -79,8 +83,7 @@ class TorchTrainer:
         self._seconds = 0.0
         """Compute time of the current step so far."""
         self.load(None)
-        if config.trainer.packing:
-            self._check_packing()
+        self._mask_padding = self._check_passes()
 
     @property
     def model(self) -> Any:
@@ -309,8 +312,11 @@ class TorchTrainer:
         most = int(self._ranks.max(torch.tensor([len(cuts)]))[0])
         return [*[None] * (most - len(cuts)), *cuts]
 
-    def _check_packing(self) -> None:
-        """Raise ``ConfigError`` for a model that mixes the trajectories of a packed pass. Call it on every rank."""
+    def _check_passes(self) -> bool:
+        """Return whether padded passes need a mask. Call it on every rank.
+
+        Raise ``ConfigError`` for a model that mixes the trajectories of a packed pass.
+        """
 
         def forward(**inputs: Tensor) -> Tensor:
             logits: Tensor = self.learner.forward(last=False, use_cache=False, **inputs).logits
@@ -319,10 +325,15 @@ class TorchTrainer:
         def backward(loss: Tensor) -> None:
             self.learner.backward(loss, last=False)
 
-        isolated = isolates_packed_rows(forward, backward, self.model.get_input_embeddings(), self._ranks.device)
+        packing = self._config.trainer.packing
+        check = isolates_packed_rows if packing else ignores_padding
+        passed = check(forward, backward, self.model.get_input_embeddings(), self._ranks.device)
         self.learner.clear()
-        if not isolated:
+        if packing and not passed:
             raise ConfigError("trainer.packing", True, "this model mixes packed trajectories; set it to false")
+        if not passed:
+            log.info("padded passes use an attention mask, since this model's output depends on padding")
+        return not passed
 
     def _check_stop(self, stopping: Stopping) -> None:
         if self._ranks.any(stopping()):
@@ -350,7 +361,15 @@ class TorchTrainer:
             logits: Tensor = self.learner.forward(last=last, use_cache=False, **inputs).logits
             return logits
 
-        return completion_logprobs(forward, batch, which, self._ranks.device, temperature, packing=trainer.packing)
+        return completion_logprobs(
+            forward,
+            batch,
+            which,
+            self._ranks.device,
+            temperature,
+            packing=trainer.packing,
+            mask_padding=self._mask_padding,
+        )
 
     def _idle_pass(self, batch: TrainBatch) -> Tensor:
         """Run a pass over the shortest row for the model's collectives; its gradient is zero."""

@@ -1,7 +1,8 @@
 # pyright: basic, reportMissingImports=false
 """One forward pass over some rows of a batch, padded or packed: the log-probabilities of their completions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from staleflow.clients.trainer.data.batch import TrainBatch
 Forward = Callable[..., Tensor]
 """Map ``input_ids`` and related inputs to logits."""
 _PROBE = 8
-"""Number of tokens per row in the check of a model's packing."""
+"""Number of tokens per row in the checks of a model."""
+_ROUNDING = 0.05
+"""Maximum difference between two kernels, as a share of the largest logit: bfloat16 has steps of 0.008."""
 
 
 def completion_logprobs(
@@ -27,9 +30,15 @@ def completion_logprobs(
     temperature: float,
     *,
     packing: bool,
+    mask_padding: bool = True,
 ) -> Tensor:
-    """Return float32 [T]: the completion tokens of the rows ``which``, in the order of ``objective.tokens_of``."""
-    return (_packed if packing else _padded)(forward, batch, which, device, temperature)
+    """Return float32 [T]: the completion tokens of the rows ``which``, in the order of ``objective.tokens_of``.
+
+    ``mask_padding``: give a padded pass an attention mask, which most models do not need (``ignores_padding``).
+    """
+    if packing:
+        return _packed(forward, batch, which, device, temperature)
+    return _padded(forward, batch, which, device, temperature, mask_padding=mask_padding)
 
 
 def isolates_packed_rows(
@@ -43,27 +52,62 @@ def isolates_packed_rows(
     attention has weight 0, not about 0. (The second row's values may still differ in their last bits with the first
     row's tokens, where these determine how many tokens an expert processes.)
     """
-    reached: list[bool] = []
-
-    def look(_: object, __: object, output: Any) -> None:
-        output.register_hook(lambda gradient: reached.append(bool(gradient[0, :_PROBE].any())))
-
-    hook = embeddings.register_forward_hook(look)
-    try:
-        ids = torch.arange(2 * _PROBE, device=device) % embeddings.num_embeddings
+    ids = torch.arange(2 * _PROBE, device=device) % embeddings.num_embeddings
+    with _gradient_reaches(embeddings, 0, slice(_PROBE)) as reached:
         logits = forward(input_ids=ids[None], position_ids=torch.arange(_PROBE, device=device).repeat(2)[None])
         backward(logits[0, _PROBE:].float().sum())
-    finally:
-        hook.remove()
     return bool(reached) and not any(reached)
 
 
+def ignores_padding(
+    forward: Forward, backward: Callable[[Tensor], None], embeddings: Any, device: torch.device
+) -> bool:
+    """Return whether a pass without attention mask gives a right-padded row the same output as one with a mask.
+
+    True for causal models: a row's padding comes after its tokens. Without a mask, sdpa keeps grouped key heads and may
+    use its flash kernels. Arguments as for ``isolates_packed_rows``. The output must have exactly zero gradient in the
+    embeddings of the padding; it may differ by rounding from that of a masked pass, which may use another kernel.
+    """
+    ids = (torch.arange(4 * _PROBE, device=device) % embeddings.num_embeddings).view(2, -1)
+    mask = torch.ones_like(ids)
+    mask[1, _PROBE:] = 0
+    with torch.no_grad():
+        masked = forward(input_ids=ids, attention_mask=mask)[mask.bool()].float()
+    with _gradient_reaches(embeddings, 1, slice(_PROBE, None)) as reached:
+        plain = forward(input_ids=ids)[mask.bool()].float()
+        backward(plain.sum())
+    limit = _ROUNDING * max(1.0, float(masked.abs().max()))
+    return bool(reached) and not any(reached) and float((plain.detach() - masked).abs().max()) <= limit
+
+
+@contextmanager
+def _gradient_reaches(embeddings: Any, row: int, places: slice) -> Iterator[list[bool]]:
+    """Record for each backward pass whether the output depends on the embeddings at these places of a row."""
+    reached: list[bool] = []
+
+    def look(_: object, __: object, output: Any) -> None:
+        output.register_hook(lambda gradient: reached.append(bool(gradient[row, places].any())))
+
+    hook = embeddings.register_forward_hook(look)
+    try:
+        yield reached
+    finally:
+        hook.remove()
+
+
 def _padded(
-    forward: Forward, batch: TrainBatch, which: NDArray[np.int64], device: torch.device, temperature: float
+    forward: Forward,
+    batch: TrainBatch,
+    which: NDArray[np.int64],
+    device: torch.device,
+    temperature: float,
+    *,
+    mask_padding: bool,
 ) -> Tensor:
     width = int(batch.sequence_lengths[which].max())
     input_ids = rows(batch.input_ids, which, width, device)
-    logits = forward(input_ids=input_ids, attention_mask=rows(batch.attention_mask, which, width, device))
+    mask = {"attention_mask": rows(batch.attention_mask, which, width, device)} if mask_padding else {}
+    logits = forward(input_ids=input_ids, **mask)
     return token_logprobs(logits, input_ids, temperature)[rows(batch.completions, which, width, device)]
 
 
