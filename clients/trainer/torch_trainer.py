@@ -12,6 +12,7 @@ import gc
 import logging
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any
@@ -25,6 +26,7 @@ from staleflow.clients.models.files import checkpoint_gradients, load_model, sav
 from staleflow.clients.models.passes import packed_passes, padded_passes
 from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.trainer.algorithms.objective import Objective, tokens_of
+from staleflow.clients.trainer.backends.attention import Attention
 from staleflow.clients.trainer.backends.base import (
     OutOfMemory,
     Published,
@@ -77,6 +79,7 @@ class TorchTrainer:
         self._ranks = ranks or OneRank(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self._objective = Objective(config, self._ranks.device, self._ranks)
         self._quarantine = GroupQuarantine(self._ranks)
+        self._attention = Attention(config, self._ranks.device)
         self._initial = False
         self._has_advantages = False
         """True if all rows of the current part have advantages; otherwise its passes have no effect."""
@@ -108,6 +111,7 @@ class TorchTrainer:
         if hasattr(self, "learner"):
             self._release_model()
         model, files = self._open(directory or self._directory)
+        self._attention.apply(model)
         if self._config.trainer.gradient_checkpointing:
             checkpoint_gradients(model)
         self._flops = FlopsMeter(model, self._ranks, self._config.model.dtype)
@@ -325,15 +329,19 @@ class TorchTrainer:
         def backward(loss: Tensor) -> None:
             self.learner.backward(loss, last=False)
 
-        packing = self._config.trainer.packing
-        check = isolates_packed_rows if packing else ignores_padding
-        passed = check(forward, backward, self.model.get_input_embeddings(), self._ranks.device)
-        self.learner.clear()
-        if packing and not passed:
-            raise ConfigError("trainer.packing", True, "this model mixes packed trajectories; set it to false")
-        if not passed:
-            log.info("padded passes use an attention mask, since this model's output depends on padding")
-        return not passed
+        def passes(check: Callable[..., bool], **more: bool) -> bool:
+            passed = check(forward, backward, self.model.get_input_embeddings(), self._ranks.device, **more)
+            self.learner.clear()
+            return passed
+
+        if not self._config.trainer.packing:
+            if needed := not passes(ignores_padding):
+                log.info("padded passes use an attention mask, since this model's output depends on padding")
+            return needed
+        while not passes(isolates_packed_rows, boundaries=self._attention.takes_boundaries(self.model)):
+            if not self._attention.fall_back(self.model):
+                raise ConfigError("trainer.packing", True, "this model mixes packed trajectories; set it to false")
+        return False
 
     def _check_stop(self, stopping: Stopping) -> None:
         if self._ranks.any(stopping()):
@@ -369,6 +377,7 @@ class TorchTrainer:
             temperature,
             packing=trainer.packing,
             mask_padding=self._mask_padding,
+            boundaries=self._attention.takes_boundaries(self.model),
         )
 
     def _idle_pass(self, batch: TrainBatch) -> Tensor:

@@ -33,7 +33,18 @@ def consistent(config: Config) -> None:
     """Raise ``ConfigError`` for the first rule that ``config`` breaks."""
     for rule in (_pools, _name, _model, _prompts, _specs, _idle, _bound, _groups, check_coordination, _algorithm):
         rule(config)
-    for rule in (_ranks, check_streaming, _stages, _evaluated, _shards, _security, _binds, _metrics, _trainer):
+    for rule in (
+        _ranks,
+        check_streaming,
+        _stages,
+        _evaluated,
+        _shards,
+        _security,
+        _binds,
+        _metrics,
+        _trainer,
+        _attention,
+    ):
         rule(config)
     for rule in (check_engine, _gpus, _lease, check_evals):
         rule(config)
@@ -302,6 +313,14 @@ def _trainer(config: Config) -> None:
         default = getattr(Trainer(), key)
         if not meaningful and (value := getattr(trainer, key)) != default:
             raise ConfigError(f"trainer.{key}", value, f"{allowed}; leave it at {shown(default)}")
+
+
+def _attention(config: Config) -> None:
+    attention = config.trainer.attention
+    if attention.startswith("flash_attention") and config.model.dtype == "float32":
+        raise ConfigError(
+            "trainer.attention", attention, 'with model.dtype "float32" it must be another: "auto" or "sdpa"'
+        )
 
 
 def _gpus(config: Config) -> None:

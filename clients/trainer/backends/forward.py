@@ -31,18 +31,25 @@ def completion_logprobs(
     *,
     packing: bool,
     mask_padding: bool = True,
+    boundaries: bool = False,
 ) -> Tensor:
     """Return float32 [T]: the completion tokens of the rows ``which``, in the order of ``objective.tokens_of``.
 
     ``mask_padding``: give a padded pass an attention mask, which most models do not need (``ignores_padding``).
+    ``boundaries``: give a packed pass the ends of its rows (``Attention.takes_boundaries``).
     """
     if packing:
-        return _packed(forward, batch, which, device, temperature)
+        return _packed(forward, batch, which, device, temperature, boundaries=boundaries)
     return _padded(forward, batch, which, device, temperature, mask_padding=mask_padding)
 
 
 def isolates_packed_rows(
-    forward: Forward, backward: Callable[[Tensor], None], embeddings: Any, device: torch.device
+    forward: Forward,
+    backward: Callable[[Tensor], None],
+    embeddings: Any,
+    device: torch.device,
+    *,
+    boundaries: bool = False,
 ) -> bool:
     """Return whether the model isolates two rows of one packed pass.
 
@@ -53,10 +60,16 @@ def isolates_packed_rows(
     row's tokens, where these determine how many tokens an expert processes.)
     """
     ids = torch.arange(2 * _PROBE, device=device) % embeddings.num_embeddings
+    positions = torch.arange(_PROBE, device=device).repeat(2)[None]
+    ends = _ends(np.array([_PROBE, _PROBE], np.int64), device) if boundaries else {}
     with _gradient_reaches(embeddings, 0, slice(_PROBE)) as reached:
-        logits = forward(input_ids=ids[None], position_ids=torch.arange(_PROBE, device=device).repeat(2)[None])
+        logits = forward(input_ids=ids[None], position_ids=positions, **ends)
         backward(logits[0, _PROBE:].float().sum())
-    return bool(reached) and not any(reached)
+    isolated = bool(reached) and not any(reached)
+    if boundaries:  # these alone isolate the rows; a model that ignores positions would still count on from row to row
+        with torch.no_grad():
+            isolated &= not torch.equal(forward(input_ids=ids[None], position_ids=2 * positions, **ends), logits)
+    return isolated
 
 
 def ignores_padding(
@@ -112,11 +125,16 @@ def _padded(
 
 
 def _packed(
-    forward: Forward, batch: TrainBatch, which: NDArray[np.int64], device: torch.device, temperature: float
+    forward: Forward,
+    batch: TrainBatch,
+    which: NDArray[np.int64],
+    device: torch.device,
+    temperature: float,
+    *,
+    boundaries: bool,
 ) -> Tensor:
-    """Concatenate all rows into one. Positions restart with every row, by which ``transformers`` isolates the rows,
-    with a block-diagonal causal mask (sdpa, eager) or variable lengths (flash attention), in most architectures
-    (``isolates_packed_rows``)."""
+    """Concatenate all rows into one. Positions restart with every row, by which ``transformers`` isolates the rows in
+    most architectures (``isolates_packed_rows``); with ``boundaries``, no mask is built."""
     lengths = batch.sequence_lengths[which]
     inside = np.arange(batch.input_ids.shape[1]) < lengths[:, None]
     positions = np.broadcast_to(np.arange(batch.input_ids.shape[1]), inside.shape)[inside]
@@ -125,6 +143,15 @@ def _packed(
         return torch.from_numpy(np.ascontiguousarray(column)).to(device)[None]
 
     input_ids = flat(batch.input_ids[which][inside])
-    logits = forward(input_ids=input_ids, position_ids=flat(positions))
+    logits = forward(
+        input_ids=input_ids, position_ids=flat(positions), **(_ends(lengths, device) if boundaries else {})
+    )
     # The first token of a row is "predicted" by the row before it, but belongs to a prompt and is excluded here.
     return token_logprobs(logits, input_ids, temperature)[flat(batch.completions[which][inside])]
+
+
+def _ends(lengths: NDArray[np.int64], device: torch.device) -> dict[str, Any]:
+    """Return the ends of the rows of a packed pass, as ``transformers`` passes them to flash attention."""
+    ends = torch.from_numpy(np.concatenate(([0], lengths.cumsum())).astype(np.int32)).to(device)
+    longest = int(lengths.max())
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

@@ -78,7 +78,7 @@ def test_an_architecture_that_would_mix_packed_trajectories_is_refused(tmp_path:
     rounding."""
     table = msgspec.to_builtins(config(packing=True)) | {"model": {"dtype": dtype}}
     settings, directory = msgspec.convert(table, Config), built(kind, tmp_path)
-    if kind in ("opt", "lfm2"):
+    if kind == "lfm2":
         with pytest.raises(ConfigError, match=r"trainer\.packing is true; this model mixes packed"):
             TorchTrainer(settings, directory)
     else:
