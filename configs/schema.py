@@ -527,6 +527,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     pass alone; ``eager``, and models that need it, use a dense mask of the pass's tokens squared. ``flash_attention_2``
     and ``flash_attention_3`` need their packages, a GPU and bfloat16; ``flex_attention`` needs a GPU. ``auto``: the
     model's default, or ``flash_attention_2`` for packing where it can be used."""
+    logit_chunk: NonNegative = 8192
+    """Maximum number of completion tokens whose logits exist at a time. A pass with more computes them again, chunk by
+    chunk, in its backward pass, for less memory and up to a tenth more time. 0: all at once."""
     steps: Positive = 100
     """Number of train steps of the whole run. It is the only key that ``--resume`` may change; a falling
     ``lr_schedule`` follows it."""

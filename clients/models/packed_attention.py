@@ -62,11 +62,21 @@ def packed_attention(
     return torch.cat(parts, dim=1), None
 
 
-def packed_mask(*, attention_mask: Tensor | None = None, use_vmap: bool = False, **arguments: Any) -> Tensor | None:
-    """Return no mask for a packed pass, and that of sdpa for others and for models that add a rule of their own."""
-    if attention_mask is None and not use_vmap:
+def packed_mask(
+    *, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, use_vmap: bool = False, **arguments: Any
+) -> Tensor | None:
+    """Return no mask for a packed pass, and that of sdpa for others and for models that add a rule of their own.
+
+    ``transformers`` sets ``allow_is_causal_skip`` to False for positions that restart, ``use_vmap`` for such a rule.
+    """
+    if attention_mask is None and not allow_is_causal_skip and not use_vmap:
         return None
-    return sdpa_mask(attention_mask=attention_mask, use_vmap=use_vmap, **arguments)
+    return sdpa_mask(
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        use_vmap=use_vmap,
+        **arguments,
+    )
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any
@@ -45,6 +46,7 @@ from staleflow.clients.trainer.backends.forward import (
 )
 from staleflow.clients.trainer.backends.learner import Learner, make_learner
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
+from staleflow.clients.trainer.backends.output_layer import OutputLayer
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, open_model
 from staleflow.clients.trainer.backends.tensors import StreamedWeights, to_arrays
 from staleflow.clients.trainer.data.batch import TrainBatch, rows_of
@@ -80,6 +82,7 @@ class TorchTrainer:
         self._objective = Objective(config, self._ranks.device, self._ranks)
         self._quarantine = GroupQuarantine(self._ranks)
         self._attention = Attention(config, self._ranks.device)
+        self._output = OutputLayer(config.trainer.logit_chunk, config.rollout.temperature)
         self._initial = False
         self._has_advantages = False
         """True if all rows of the current part have advantages; otherwise its passes have no effect."""
@@ -112,6 +115,7 @@ class TorchTrainer:
             self._release_model()
         model, files = self._open(directory or self._directory)
         self._attention.apply(model)
+        self._output.apply(model)
         if self._config.trainer.gradient_checkpointing:
             checkpoint_gradients(model)
         self._flops = FlopsMeter(model, self._ranks, self._config.model.dtype)
@@ -322,9 +326,8 @@ class TorchTrainer:
         Raise ``ConfigError`` for a model that mixes the trajectories of a packed pass.
         """
 
-        def forward(**inputs: Tensor) -> Tensor:
-            logits: Tensor = self.learner.forward(last=False, use_cache=False, **inputs).logits
-            return logits
+        forward = partial(self._logits, last=False)
+        self._output.check(self.model, forward, self._ranks.device, self._ranks.any)
 
         def backward(loss: Tensor) -> None:
             self.learner.backward(loss, last=False)
@@ -363,22 +366,19 @@ class TorchTrainer:
 
     def _logprobs(self, batch: TrainBatch, which: NDArray[np.int64], *, last: bool) -> Tensor:
         """Return float32 [T]: the completion tokens of some rows, in the order of ``tokens_of``."""
-        trainer, temperature = self._config.trainer, self._config.rollout.temperature
-
-        def forward(**inputs: Tensor) -> Tensor:
-            logits: Tensor = self.learner.forward(last=last, use_cache=False, **inputs).logits
-            return logits
-
         return completion_logprobs(
-            forward,
+            self._output.score(partial(self._logits, last=last)),
             batch,
             which,
             self._ranks.device,
-            temperature,
-            packing=trainer.packing,
+            packing=self._config.trainer.packing,
             mask_padding=self._mask_padding,
             boundaries=self._attention.takes_boundaries(self.model),
         )
+
+    def _logits(self, *, last: bool, **inputs: Any) -> Tensor:
+        logits: Tensor = self.learner.forward(last=last, use_cache=False, **inputs).logits
+        return logits
 
     def _idle_pass(self, batch: TrainBatch) -> Tensor:
         """Run a pass over the shortest row for the model's collectives; its gradient is zero."""

@@ -10,12 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from staleflow.clients.models.likelihood import token_logprobs
-from staleflow.clients.trainer.backends.tensors import rows
+from staleflow.clients.trainer.backends.output_layer import Forward, Score
 from staleflow.clients.trainer.data.batch import TrainBatch
 
-Forward = Callable[..., Tensor]
-"""Map ``input_ids`` and related inputs to logits."""
 _PROBE = 8
 """Number of tokens per row in the checks of a model."""
 _ROUNDING = 0.05
@@ -23,11 +20,10 @@ _ROUNDING = 0.05
 
 
 def completion_logprobs(
-    forward: Forward,
+    score: Score,
     batch: TrainBatch,
     which: NDArray[np.int64],
     device: torch.device,
-    temperature: float,
     *,
     packing: bool,
     mask_padding: bool = True,
@@ -36,11 +32,26 @@ def completion_logprobs(
     """Return float32 [T]: the completion tokens of the rows ``which``, in the order of ``objective.tokens_of``.
 
     ``mask_padding``: give a padded pass an attention mask, which most models do not need (``ignores_padding``).
-    ``boundaries``: give a packed pass the ends of its rows (``Attention.takes_boundaries``).
+    ``packing``: concatenate all rows into one. Positions restart with every row, by which ``transformers`` isolates the
+    rows in most architectures (``isolates_packed_rows``). ``boundaries``: also give the model the ends of the rows
+    (``Attention.takes_boundaries``).
     """
+    lengths = batch.sequence_lengths[which]
+    inside = np.arange(int(lengths.max())) < lengths[:, None]
+    ids, completions = (column[which, : inside.shape[1]] for column in (batch.input_ids, batch.completions))
+    inputs: dict[str, Any] = {}
     if packing:
-        return _packed(forward, batch, which, device, temperature, boundaries=boundaries)
-    return _padded(forward, batch, which, device, temperature, mask_padding=mask_padding)
+        positions = np.broadcast_to(np.arange(inside.shape[1]), inside.shape)
+        ids, completions, positions = (column[inside][None] for column in (ids, completions, positions))
+        inputs["position_ids"] = positions
+    elif mask_padding:
+        inputs["attention_mask"] = inside.astype(np.int64)
+    inputs["input_ids"] = ids
+    targets = np.flatnonzero(completions)
+    # The place before is of the same row, since a row starts with its prompt.
+    inputs |= {"predicting": targets - 1, "targets": ids.ravel()[targets]}
+    on_device = {name: torch.from_numpy(np.ascontiguousarray(value)).to(device) for name, value in inputs.items()}
+    return score(**on_device, **(_ends(lengths, device) if packing and boundaries else {}))
 
 
 def isolates_packed_rows(
@@ -106,48 +117,6 @@ def _gradient_reaches(embeddings: Any, row: int, places: slice) -> Iterator[list
         yield reached
     finally:
         hook.remove()
-
-
-def _padded(
-    forward: Forward,
-    batch: TrainBatch,
-    which: NDArray[np.int64],
-    device: torch.device,
-    temperature: float,
-    *,
-    mask_padding: bool,
-) -> Tensor:
-    width = int(batch.sequence_lengths[which].max())
-    input_ids = rows(batch.input_ids, which, width, device)
-    mask = {"attention_mask": rows(batch.attention_mask, which, width, device)} if mask_padding else {}
-    logits = forward(input_ids=input_ids, **mask)
-    return token_logprobs(logits, input_ids, temperature)[rows(batch.completions, which, width, device)]
-
-
-def _packed(
-    forward: Forward,
-    batch: TrainBatch,
-    which: NDArray[np.int64],
-    device: torch.device,
-    temperature: float,
-    *,
-    boundaries: bool,
-) -> Tensor:
-    """Concatenate all rows into one. Positions restart with every row, by which ``transformers`` isolates the rows in
-    most architectures (``isolates_packed_rows``); with ``boundaries``, no mask is built."""
-    lengths = batch.sequence_lengths[which]
-    inside = np.arange(batch.input_ids.shape[1]) < lengths[:, None]
-    positions = np.broadcast_to(np.arange(batch.input_ids.shape[1]), inside.shape)[inside]
-
-    def flat(column: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(column)).to(device)[None]
-
-    input_ids = flat(batch.input_ids[which][inside])
-    logits = forward(
-        input_ids=input_ids, position_ids=flat(positions), **(_ends(lengths, device) if boundaries else {})
-    )
-    # The first token of a row is "predicted" by the row before it, but belongs to a prompt and is excluded here.
-    return token_logprobs(logits, input_ids, temperature)[flat(batch.completions[which][inside])]
 
 
 def _ends(lengths: NDArray[np.int64], device: torch.device) -> dict[str, Any]:

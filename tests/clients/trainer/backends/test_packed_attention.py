@@ -15,6 +15,7 @@ from staleflow.clients.models.packed_attention import NAME, packed_attention, us
 from staleflow.clients.rollout.engines.base import Sampling
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine, generate
 from staleflow.clients.trainer.backends.forward import completion_logprobs
+from staleflow.clients.trainer.backends.output_layer import from_logits
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.ids import Step
@@ -53,7 +54,8 @@ def logprobs(policy: Any, *, packing: bool, boundaries: bool = False) -> Tensor:
 
     data, which = batch(0, groups=2, lengths=(5, 14, 1, 7)), np.array([3, 0, 7, 2, 1], np.int64)
     cpu = torch.device("cpu")
-    return completion_logprobs(forward, data, which, cpu, 0.7, packing=packing, boundaries=boundaries)
+    score = from_logits(forward, 0.7)
+    return completion_logprobs(score, data, which, cpu, packing=packing, boundaries=boundaries)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "gemma3_text", "opt"])

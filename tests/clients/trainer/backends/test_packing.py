@@ -17,6 +17,7 @@ from staleflow.clients.rollout.engines.base import Sampling
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine, generate
 from staleflow.clients.trainer.algorithms.objective import tokens_of
 from staleflow.clients.trainer.backends.forward import completion_logprobs
+from staleflow.clients.trainer.backends.output_layer import from_logits
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
@@ -50,7 +51,8 @@ def test_packed_log_probabilities_are_the_padded_ones(model_directory: Path, att
             return logits
 
         with torch.no_grad():
-            return completion_logprobs(forward, data, which, torch.device("cpu"), 0.7, packing=packing)
+            score = from_logits(forward, 0.7)
+            return completion_logprobs(score, data, which, torch.device("cpu"), packing=packing)
 
     padded, packed = logprobs(False), logprobs(True)
     assert (

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from staleflow.clients.trainer.backends.forward import completion_logprobs
+from staleflow.clients.trainer.backends.output_layer import from_logits
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.examples.quickstart.model import character_tokenizer, shape
 from staleflow.protocols.consistency.ids import Step
@@ -71,7 +72,7 @@ def test_without_a_mask_the_log_probabilities_are_the_same_to_the_last_bit(kind:
         policy.zero_grad()
         which = np.arange(len(data.rewards))
         found = completion_logprobs(
-            forward, data, which, torch.device("cpu"), 0.7, packing=False, mask_padding=mask_padding
+            from_logits(forward, 0.7), data, which, torch.device("cpu"), packing=False, mask_padding=mask_padding
         )
         found.sum().backward()
         return [found.detach(), *(parameter.grad.clone() for parameter in policy.parameters())]
