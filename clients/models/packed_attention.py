@@ -43,8 +43,10 @@ def packed_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if query.is_cuda and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= _MAX_HEAD_SIZE:
         assert max_length_q is not None
-        output = varlen_attn(
-            *(states[0].transpose(0, 1) for states in (query, key, value)),
+        states = (states[0].transpose(0, 1) for states in (query, key, value))
+        attend: Any = varlen_attn
+        output = attend(
+            *states,
             cu_seq_lens_q,
             cu_seq_lens_q,
             max_length_q,
@@ -56,8 +58,8 @@ def packed_attention(
         return output[None], None
     lengths = cu_seq_lens_q.diff().tolist()
     parts = [
-        sdpa_attention_forward(module, *states, _window(sliding_window, states[0]), **kwargs)[0]
-        for states in zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
+        sdpa_attention_forward(module, q, k, v, _window(sliding_window, q), **kwargs)[0]
+        for q, k, v in zip(*(torch.split(states, lengths, 2) for states in (query, key, value)), strict=True)
     ]
     return torch.cat(parts, dim=1), None
 

@@ -5,7 +5,7 @@ import logging
 from typing import Any
 
 import torch
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from staleflow.clients.models.packed_attention import NAME, use_packed_attention
 from staleflow.configs.errors import ConfigError

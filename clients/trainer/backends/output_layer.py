@@ -125,6 +125,6 @@ class OutputLayer:
         return torch.cat(
             [
                 checkpoint(piece, *states, use_reentrant=False, preserve_rng_state=False)
-                for states in zip(hidden.split(self._chunk), targets.split(self._chunk), strict=True)
+                for states in zip(torch.split(hidden, self._chunk), torch.split(targets, self._chunk), strict=True)
             ]
         )

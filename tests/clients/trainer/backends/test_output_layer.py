@@ -47,7 +47,7 @@ def gradients(policy: Any, score: Score, *, packing: bool) -> list[Tensor]:
     data, which = batch(0), np.array([3, 0, 7, 2], np.int64)
     policy.zero_grad()
     values = completion_logprobs(score, data, which, CPU, packing=packing)
-    (values * torch.linspace(-1.0, 1.0, len(values))).sum().backward()
+    (values * torch.linspace(-1.0, 1.0, len(values))).sum().backward()  # type: ignore[no-untyped-call]
     return [values.detach(), *(parameter.grad.clone() for parameter in policy.parameters())]
 
 
@@ -88,7 +88,7 @@ def test_only_the_logits_of_one_chunk_exist_at_a_time() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            completion_logprobs(score, data, np.arange(8), CPU, packing=False).sum().backward()
+            completion_logprobs(score, data, np.arange(8), CPU, packing=False).sum().backward()  # type: ignore[no-untyped-call]
         return max(sizes)
 
     whole = largest(from_logits(forward, 1.0))

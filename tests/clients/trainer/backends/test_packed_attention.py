@@ -66,7 +66,7 @@ def test_values_and_gradients_are_those_of_the_padded_pass(kind: str) -> None:
     def step(*, packing: bool) -> list[Tensor]:
         policy.zero_grad()
         values = logprobs(policy, packing=packing, boundaries=packing)
-        (values * weights[: len(values)]).sum().backward()
+        (values * weights[: len(values)]).sum().backward()  # type: ignore[no-untyped-call]
         return [values.detach(), *(parameter.grad.clone() for parameter in policy.parameters())]
 
     padded = step(packing=False)
@@ -157,8 +157,8 @@ def test_the_kernel_of_a_gpu_agrees_with_one_trajectory_after_the_other(window: 
     module.num_key_value_groups = 2  # type: ignore[assignment]
 
     def attend(device: str, dtype: torch.dtype) -> Tensor:
-        states = (states.to(device, dtype) for states in (query, key, value))
+        q, k, v = (states.to(device, dtype) for states in (query, key, value))
         more: dict[str, Any] = {"cu_seq_lens_q": ends.to(device), "max_length_q": 17, "sliding_window": window}
-        return packed_attention(module, *states, None, **more)[0].float().cpu()
+        return packed_attention(module, q, k, v, None, **more)[0].float().cpu()
 
     assert torch.allclose(attend("cuda", torch.bfloat16), attend("cpu", torch.float32), atol=0.05)
