@@ -43,10 +43,10 @@ def packed_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if query.is_cuda and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= _MAX_HEAD_SIZE:
         assert max_length_q is not None
-        states = (states[0].transpose(0, 1) for states in (query, key, value))
+        packed = (states[0].transpose(0, 1) for states in (query, key, value))
         attend: Any = varlen_attn
         output = attend(
-            *states,
+            *packed,
             cu_seq_lens_q,
             cu_seq_lens_q,
             max_length_q,
