@@ -585,6 +585,14 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Recompute activations in the backward pass: a third more time, far less memory."""
     packing: bool = False
     """Concatenate the trajectories of a pass in one row, without padding; ``micro_tokens`` then counts real tokens."""
+    attention: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "eager"] = "auto"
+    """Attention of the trained model, by its name in ``transformers``. ``sdpa`` computes each trajectory of a packed
+    pass alone; ``eager``, and models that need it, use a dense mask of the pass's tokens squared. ``flash_attention_2``
+    and ``flash_attention_3`` need their packages, a GPU and bfloat16; ``flex_attention`` needs a GPU. ``auto``: the
+    model's default, or ``flash_attention_2`` for packing where it can be used."""
+    logit_chunk: NonNegative = 8192
+    """Maximum number of completion tokens whose logits exist at a time. A pass with more computes them again, chunk by
+    chunk, in its backward pass, for less memory and up to a tenth more time. 0: all at once."""
     steps: Positive = 100
     """Number of train steps of the whole run. It is the only key that ``--resume`` may change; a falling
     ``lr_schedule`` follows it."""

@@ -24,47 +24,58 @@ def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float) -> Ten
     their gradient has their size.
     """
     following = torch.roll(input_ids, -1, 1).flatten()
-    logprobs: Tensor = _Logprobs.apply(logits.flatten(0, 1), following, temperature)  # type: ignore[no-untyped-call]
+    logprobs = target_logprobs(logits.flatten(0, 1), following, temperature)
     return torch.nn.functional.pad(logprobs.view(input_ids.shape)[:, :-1], (1, 0))
 
 
-def token_logprobs_and_entropy(logits: Tensor, input_ids: Tensor, temperature: float) -> Tensor:
-    """Return ``token_logprobs`` and the entropy of each token's distribution, [N, L, 2] float32, with gradient::
+def target_logprobs(logits: Tensor, targets: Tensor, temperature: float, predicting: Tensor | None = None) -> Tensor:
+    """Return [K] float32: the log-probability of each of ``targets`` [K], as in ``token_logprobs``.
 
-        H_t = -sum_v p_t[v] * log p_t[v],  p_t = softmax(z_t)        in nats
-
-    Position 0 holds 0. The passes over the vocabulary are in parts as in ``token_logprobs``.
+    ``predicting`` int64 [K]: the row of ``logits`` [M, V] that predicts each target; by default, row by row (M = K).
     """
-    following = torch.roll(input_ids, -1, 1).flatten()
-    both: Tensor = _LogprobsEntropy.apply(logits.flatten(0, 1), following, temperature)  # type: ignore[no-untyped-call]
-    return torch.nn.functional.pad(both.view(*input_ids.shape, 2)[:, :-1], (0, 0, 1, 0))
+    logprobs: Tensor = _Logprobs.apply(logits, targets, temperature, predicting)  # type: ignore[no-untyped-call]
+    return logprobs
+
+
+def target_logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Return [K, 2] float32: ``target_logprobs``, and the entropy of each target's distribution, with gradient::
+
+    H_t = -sum_v p_t[v] * log p_t[v],  p_t = softmax(z_t)        in nats
+    """
+    both: Tensor = _LogprobsEntropy.apply(logits, targets, temperature)  # type: ignore[no-untyped-call]
+    return both
 
 
 class _Logprobs(torch.autograd.Function):
-    """Map ``logits`` [M, V] and ``tokens`` [M] to [M] float32."""
+    """Map ``logits`` [M, V] and ``targets`` [K] to [K] float32."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        chosen = torch.empty(tokens.shape, dtype=torch.float32, device=logits.device)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float, predicting: Tensor | None) -> Tensor:
+        chosen = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
         totals = torch.empty_like(chosen)
-        for part in _parts(logits):
-            scores = _scores(logits[part], temperature)
-            chosen[part] = scores.gather(-1, tokens[part, None]).squeeze(-1)
+        for part in _parts(len(targets), logits.shape[-1]):
+            scores = _scores(logits[part if predicting is None else predicting[part]], temperature)
+            chosen[part] = scores.gather(-1, targets[part, None]).squeeze(-1)
             totals[part] = torch.logsumexp(scores, dim=-1)
-        ctx.save_for_backward(logits, tokens, totals)
+        ctx.save_for_backward(logits, targets, totals, predicting)
         ctx.temperature = temperature
         return chosen - totals
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        logits, tokens, totals = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, targets, totals, predicting = ctx.saved_tensors
         (gradient,) = gradients
-        result = torch.empty_like(logits)
-        for part in _parts(logits):
+        result = torch.empty_like(logits) if predicting is None else torch.zeros_like(logits)
+        for part in _parts(len(targets), logits.shape[-1]):
             upstream = gradient[part, None]
-            slopes = _scores(logits[part], ctx.temperature).sub_(totals[part, None]).exp_().mul_(-upstream)
-            result[part] = slopes.scatter_add_(-1, tokens[part, None], upstream).div_(ctx.temperature)
-        return result, None, None
+            scores = _scores(logits[part if predicting is None else predicting[part]], ctx.temperature)
+            slopes = scores.sub_(totals[part, None]).exp_().mul_(-upstream)
+            slopes.scatter_add_(-1, targets[part, None], upstream).div_(ctx.temperature)
+            if predicting is None:
+                result[part] = slopes
+            else:
+                result.index_add_(0, predicting[part], slopes.to(result.dtype))
+        return result, None, None, None
 
 
 class _LogprobsEntropy(torch.autograd.Function):
@@ -74,7 +85,7 @@ class _LogprobsEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
         result = torch.empty((*tokens.shape, 2), dtype=torch.float32, device=logits.device)
         totals = torch.empty_like(result[:, 0])
-        for part in _parts(logits):
+        for part in _parts(len(tokens), logits.shape[-1]):
             scores = _scores(logits[part], temperature)
             totals[part] = torch.logsumexp(scores, dim=-1)
             result[part, 0] = scores.gather(-1, tokens[part, None]).squeeze(-1) - totals[part]
@@ -90,7 +101,7 @@ class _LogprobsEntropy(torch.autograd.Function):
         logits, tokens, totals, entropies = ctx.saved_tensors
         (gradient,) = gradients
         result = torch.empty_like(logits)
-        for part in _parts(logits):
+        for part in _parts(len(tokens), logits.shape[-1]):
             upstream, bonus = gradient[part, :1], gradient[part, 1:]
             chances = _scores(logits[part], ctx.temperature).sub_(totals[part, None]).exp_()
             slopes = (
@@ -105,6 +116,6 @@ def _scores(logits: Tensor, temperature: float) -> Tensor:
     return logits.to(torch.float32, copy=True).div_(temperature)
 
 
-def _parts(logits: Tensor) -> Iterator[slice]:
-    rows = max(1, MAX_PART_BYTES // (4 * logits.shape[-1]))
-    return (slice(first, first + rows) for first in range(0, len(logits), rows))
+def _parts(rows: int, vocabulary: int) -> Iterator[slice]:
+    size = max(1, MAX_PART_BYTES // (4 * vocabulary))
+    return (slice(first, first + size) for first in range(0, rows, size))

@@ -7,6 +7,7 @@ last one.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from staleflow.clients.models.passes import packed_passes, padded_passes
 from staleflow.clients.trainer.algorithms.objective import Objective, tokens_of
 from staleflow.clients.trainer.backends.base import Stopped, Stopping
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
-from staleflow.clients.trainer.backends.forward import completion_logprobs
 from staleflow.clients.trainer.backends.learner import Learner
 from staleflow.clients.trainer.data.batch import TrainBatch, rows_of
 from staleflow.clients.trainer.quarantine import GroupQuarantine
@@ -26,6 +26,16 @@ from staleflow.configs.schema import Config
 RowIds = NDArray[np.int64]
 Passes = Sequence[RowIds | None]
 """The rows of each pass; None for a pass that only another rank has."""
+
+
+class Logprobs(Protocol):
+    """Score the completion tokens of some rows, in the order of ``tokens_of``."""
+
+    def __call__(self, batch: TrainBatch, which: RowIds, *, last: bool, entropy: bool = False) -> Tensor:
+        """Return float32 [T] log-probabilities, or [T, 2] with ``entropy``. ``last``: as in ``Learner.forward``."""
+        ...
+
+
 Visit = Callable[[RowIds, Tensor], None]
 """Receive the rows of a pass and their log-probabilities, float32 [T] without gradient."""
 
@@ -36,16 +46,19 @@ class Gradients:
     def __init__(
         self,
         config: Config,
+        *,
         learner: Learner,
         objective: Objective,
         quarantine: GroupQuarantine,
         ranks: OneRank | ManyRanks,
+        logprobs: Logprobs,
     ) -> None:
         self._config = config
         self._learner = learner
         self._objective = objective
         self._quarantine = quarantine
         self._ranks = ranks
+        self._logprobs = logprobs
         self._wants_entropy = config.trainer.algorithm.entropy_coef > 0
         self._has_advantages = False
         """True if all rows of the current part have advantages; otherwise its passes have no effect."""
@@ -131,7 +144,7 @@ class Gradients:
     def _logprobs_or_quarantine(
         self, batch: TrainBatch, which: RowIds, *, last: bool, entropy: bool = False
     ) -> Tensor | None:
-        """Return ``_logprobs``, or None if a group makes the pass raise.
+        """Return ``Logprobs``, or None if a group makes the pass raise.
 
         Ranks that compute together cannot test a group alone, so with several ranks the error ends the process.
         """
@@ -142,21 +155,6 @@ class Gradients:
                 raise
             self._quarantine.record(batch, which, error, lambda rows: self._logprobs(batch, rows, last=False))
             return None
-
-    def _logprobs(self, batch: TrainBatch, which: RowIds, *, last: bool, entropy: bool = False) -> Tensor:
-        """Return float32 [T]: the completion tokens of some rows, in the order of ``tokens_of``.
-
-        ``entropy``: return [T, 2] instead, log-probabilities and entropies.
-        """
-        trainer, temperature = self._config.trainer, self._config.rollout.temperature
-
-        def forward(**inputs: Tensor) -> Tensor:
-            logits: Tensor = self._learner.forward(last=last, use_cache=False, **inputs).logits
-            return logits
-
-        return completion_logprobs(
-            forward, batch, which, self._ranks.device, temperature, packing=trainer.packing, entropy=entropy
-        )
 
     def _idle_pass(self, batch: TrainBatch, *, last: bool) -> Tensor:
         """Run a pass over the shortest row for the model's collectives; its gradient is zero."""

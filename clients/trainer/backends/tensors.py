@@ -4,7 +4,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -52,8 +51,3 @@ class StreamedWeights:
         """Yield one tensor at a time; names and bytes are the same on each iteration until the next step."""
         for name, tensor in self._tensors():
             yield name, to_array(tensor)
-
-
-def rows(array: NDArray[Any], which: NDArray[np.int64], width: int, device: torch.device) -> Tensor:
-    """Return some rows of a padded column, cut to ``width`` columns, on the device."""
-    return torch.from_numpy(np.ascontiguousarray(array[which, :width])).to(device)

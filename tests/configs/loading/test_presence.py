@@ -45,6 +45,14 @@ def test_an_engine_that_is_not_installed_is_named_with_what_to_install(
     )
 
 
+def test_a_package_for_attention_is_searched_for(write: Write) -> None:
+    options = ("model.build=a:b", "model.dtype=bfloat16", "trainer.backend=torch")
+    assert refused(write, "trainer.attention=flash_attention_2", *options) == (
+        'trainer.attention is "flash_attention_2"; the package flash_attn is not installed: '
+        "pip install flash-attn --no-build-isolation"
+    )
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

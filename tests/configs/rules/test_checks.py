@@ -59,6 +59,10 @@ DIRECT = ("parameters.transport=direct", "rollout.engine=transformers", "trainer
             ["trainer.lr_min_share=0.1"],
             r'lr_min_share is 0\.1; with trainer\.lr_schedule "constant" nothing ends at it; leave it at 0\.0$',
         ),
+        (
+            ["trainer.attention=flash_attention_2"],
+            r'attention is "flash_attention_2"; with model\.dtype "float32" it must be another: "auto" or "sdpa"$',
+        ),
         (["trainer.zero_stage=3"], r'trainer\.zero_stage is 3; it is for trainer\.backend "deepspeed"; leave it at 2$'),
         (
             ["prompts.source=", "prompts.path=/p.jsonl", "prompts.options.limit=7"],

@@ -14,7 +14,11 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from staleflow.clients.models.packed_attention import NAME as PACKED
+
 NAME = "staleflow_grouped"
+SERVED = ("sdpa", PACKED, "flash_attention_2", "flash_attention_3", "flex_attention")
+"""Implementations of a trainer's model that this one replaces while an engine uses the model."""
 
 
 def grouped_attention(
@@ -55,7 +59,7 @@ def serving(model: Any) -> Iterator[None]:
     training = [module for module in model.modules() if module.training] if model.training else []
     if training:
         model.eval()
-    if attention == "sdpa":
+    if attention in SERVED:
         config._attn_implementation = NAME
     try:
         yield

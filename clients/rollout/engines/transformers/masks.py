@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from staleflow.clients.rollout.engines.transformers.grouped_attention import SERVED
 from staleflow.configs.errors import ConfigError
 
 UNSUPPORTED_TYPES = frozenset((
@@ -38,7 +39,7 @@ class DecodeMasks:
         self._kinds = sorted(set(types or ["sliding_attention" if window else "full_attention"]))
         self._window = window or 1 << 62
         unknown = [kind for kind in self._kinds if kind not in ("full_attention", "sliding_attention")]
-        if unknown or config._attn_implementation not in ("eager", "sdpa"):
+        if unknown or config._attn_implementation not in ("eager", *SERVED):
             raise ConfigError(
                 f"attention of {config.model_type}",
                 ", ".join(unknown) or config._attn_implementation,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from staleflow.clients.models import likelihood
-from staleflow.clients.models.likelihood import token_logprobs, token_logprobs_and_entropy
+from staleflow.clients.models.likelihood import target_logprobs_and_entropy, token_logprobs
 from staleflow.clients.trainer.algorithms import advantages
 from staleflow.clients.trainer.algorithms.aggregation import Aggregation, aggregation_of
 from staleflow.clients.trainer.algorithms.distillation import teacher_advantage
@@ -125,17 +125,22 @@ def test_the_baseline_of_reinforce_pp_is_whitened_over_the_tokens_of_the_batch()
         assert gradients[id(token)] == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
+def scored(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probability and entropy of each token but the first, [N, L - 1, 2]."""
+    found = target_logprobs_and_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), temperature)
+    return found.view(len(ids), -1, 2)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_entropies_are_those_of_the_sampling_distribution(temperature: float) -> None:
     logits, ids = random(2, 4, 5), torch.tensor([[0, 1, 2, 3], [4, 3, 2, 1]])
-    found = token_logprobs_and_entropy(logits, ids, temperature)
-    assert torch.allclose(found[..., 0], token_logprobs(logits, ids, temperature))
-    assert found[:, 0].tolist() == [[0.0, 0.0]] * 2
+    found = scored(logits, ids, temperature)
+    assert torch.allclose(found[..., 0], token_logprobs(logits, ids, temperature)[:, 1:])
     for row in range(2):
         for place in range(1, 4):
             weights = [math.exp(float(z) / temperature) for z in logits[row, place - 1]]
             chances = [weight / sum(weights) for weight in weights]
-            assert float(found[row, place, 1]) == pytest.approx(-sum(p * math.log(p) for p in chances), abs=1e-5)
+            assert float(found[row, place - 1, 1]) == pytest.approx(-sum(p * math.log(p) for p in chances), abs=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,7 +151,7 @@ def test_the_gradient_of_the_entropy_in_parts_is_that_of_autograd(
     logits, ids = random(2, 5, 7).to(dtype), torch.tensor([[0, 1, 2, 6, 5], [4, 4, 4, 0, 3]])
     pulls = random(2, 4, 2, seed=1).float()
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    found = token_logprobs_and_entropy(ours, ids, 0.7)[:, 1:]
+    found = scored(ours, ids, 0.7)
     scores = (theirs[:, :-1].float() / 0.7).log_softmax(-1)
     entropy = -(scores.exp() * scores).sum(-1)
     wanted = torch.stack([scores.gather(-1, ids[:, 1:, None]).squeeze(-1), entropy], -1)
@@ -159,9 +164,9 @@ def test_the_gradient_of_the_entropy_in_parts_is_that_of_autograd(
 
 def test_an_impossible_token_has_no_share_in_the_entropy() -> None:
     logits = torch.tensor([[[0.0, 0.0, -math.inf], [0.0, 0.0, 0.0]]], requires_grad=True)
-    found = token_logprobs_and_entropy(logits, torch.tensor([[0, 1]]), 1.0)
-    (slopes,) = torch.autograd.grad(found[0, 1].sum(), logits)
-    assert found[0, 1].tolist() == pytest.approx([-math.log(2), math.log(2)])
+    found = scored(logits, torch.tensor([[0, 1]]), 1.0)
+    (slopes,) = torch.autograd.grad(found[0, 0].sum(), logits)
+    assert found[0, 0].tolist() == pytest.approx([-math.log(2), math.log(2)])
     assert slopes.isfinite().all()
 
 
