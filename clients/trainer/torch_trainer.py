@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from staleflow.clients.models.files import checkpoint_gradients, load_model, save_model, save_streamed
+from staleflow.clients.models.lora import adapt, load_adapter, published, save_adapter
 from staleflow.clients.models.passes import packed_passes, padded_passes
 from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.trainer.algorithms.objective import Objective, tokens_of
@@ -104,7 +105,7 @@ class TorchTrainer:
             return
         if hasattr(self, "learner"):
             self._release_model()
-        model, files = self._open(directory or self._directory)
+        model, files = self._open(directory)
         if self._config.trainer.gradient_checkpointing:
             checkpoint_gradients(model)
         self._flops = FlopsMeter(model, self._ranks, self._config.model.dtype)
@@ -123,14 +124,20 @@ class TorchTrainer:
                 save_streamed(learner.model, tensors, directory, dtype=dtype, tokenizer_of=self._directory)
             for _ in tensors:
                 pass  # the other ranks take part in gathering
+        elif leads and self._config.model.lora.rank:
+            base = self._config.model.path or str(self._directory.resolve())
+            save_adapter(learner.model, directory, base=base, tokenizer_of=self._directory)
         elif leads:
             save_model(learner.model, directory, tokenizer_of=self._directory)
         learner.save(directory)
 
     def weights(self) -> Published:
-        """Return views of the tensors (on a CPU), or tensors gathered one by one from all ranks; tied ones once."""
+        """Return views of the tensors (on a CPU), or tensors gathered one by one from all ranks; tied ones once.
+
+        Of a model with an adapter, these are the adapter's tensors only.
+        """
         if self.learner.whole:
-            return to_arrays(self.learner.model.state_dict())
+            return to_arrays(published(self.learner.model))
         return StreamedWeights(self.learner.tensors)
 
     def gather(self) -> None:
@@ -228,9 +235,18 @@ class TorchTrainer:
         del self.learner, self._flops
         gc.collect()
 
-    def _open(self, directory: Path) -> tuple[Any, WeightFiles | None]:
+    def _open(self, checkpoint: Path | None) -> tuple[Any, WeightFiles | None]:
         """Open the model; for a backend that shards, without its weights but with their files."""
         trainer, dtype, device = self._config.trainer, self._config.model.dtype, self._ranks.device
+        if (lora := self._config.model.lora).rank:
+            model = load_model(self._directory, dtype, device)
+            adapt(model, lora, self._directory, seed=self._config.seed)
+            if checkpoint is not None:
+                load_adapter(model, checkpoint)
+            elif lora.path:
+                load_adapter(model, Path(lora.path), "model.lora.path")
+            return model, None
+        directory = checkpoint or self._directory
         if trainer.backend == "fsdp":  # its shards are the float32 masters, which each rank moves to its device
             return open_model(directory, "float32", torch.device("cpu"))
         if trainer.backend == "deepspeed" and trainer.zero_stage == 3:

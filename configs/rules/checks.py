@@ -15,6 +15,7 @@ from staleflow.configs.rewards import check_components
 from staleflow.configs.rules import algorithm
 from staleflow.configs.rules.coordination import check_coordination, check_spares, samples_started
 from staleflow.configs.rules.evals import VLLM_TEMPERATURE, check_evals
+from staleflow.configs.rules.lora import check_lora, check_lora_engine
 from staleflow.configs.rules.streaming import check_pieces, check_streaming
 from staleflow.configs.schema import Config, Prompts, Rollout, Trainer
 from staleflow.configs.section import Section
@@ -35,7 +36,7 @@ def consistent(config: Config) -> None:
         rule(config)
     for rule in (_ranks, check_streaming, _stages, _evaluated, _shards, _security, _binds, _metrics, _trainer):
         rule(config)
-    for rule in (check_engine, _gpus, _lease, check_evals):
+    for rule in (check_engine, _gpus, _lease, check_evals, check_lora):
         rule(config)
 
 
@@ -44,7 +45,7 @@ def check_engine(config: Config) -> None:
 
     These are the rules about ``own_settings.OWN``. The run's other processes have other values of such settings.
     """
-    for rule in (_model, _specs, _engine, _columns, _direct, _lengths):
+    for rule in (_model, _specs, _engine, check_lora_engine, _columns, _direct, _lengths):
         rule(config)
 
 

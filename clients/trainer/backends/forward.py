@@ -46,6 +46,7 @@ def isolates_packed_rows(
     reached: list[bool] = []
 
     def look(_: object, __: object, output: Any) -> None:
+        output.requires_grad_(True)  # not set if the embeddings are frozen, below an adapter
         output.register_hook(lambda gradient: reached.append(bool(gradient[0, :_PROBE].any())))
 
     hook = embeddings.register_forward_hook(look)
