@@ -8,7 +8,7 @@ changes of an adapter are smaller than the rounding of W.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +113,25 @@ def save_adapter(model: Any, directory: Path, *, base: str, tokenizer_of: Path) 
     whole model.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter_tensors(model).items()}
+    _save(model, tensors, directory, base)
+    copy_small(directory, tokenizer_of, without=("config.json",))
+
+
+def write_version(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]], directory: Path) -> None:
+    """Write a version of an adapted model as a folder of ``peft``; files of an earlier one are replaced."""
+    values = {name: torch.from_numpy(np.array(array)) for name, array in tensors.items() if name != BASE}
+    bits = {
+        name: value.view(torch.bfloat16) if value.dtype == torch.uint16 else value for name, value in values.items()
+    }
+    _save(model, bits, directory, "")
+
+
+def _save(model: Any, tensors: Mapping[str, Tensor], directory: Path, base: str) -> None:
     digest = model.base_digest.numpy().tobytes().hex()
-    save_file(tensors, directory / FILE, metadata={"format": "pt", BASE: digest})
+    save_file(dict(tensors), directory / FILE, metadata={"format": "pt", BASE: digest})
     config = copy.copy(model.peft_config[_NAME])
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(directory)
-    copy_small(directory, tokenizer_of, without=("config.json",))
 
 
 def load_adapter(model: Any, directory: Path, key: str = "checkpoint") -> None:
@@ -190,9 +203,15 @@ def _config(directory: Path, key: str) -> Any:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(key, str(directory), f"its {ADAPTER} cannot be read: {error}") from error
     plain = LoraConfig()
-    kinds = ("use_dora", "use_rslora", "bias", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
+    kinds = (
+        *("use_dora", "use_rslora", "bias", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save"),
+        *("target_parameters", "layer_replication", "trainable_token_indices"),
+    )
     if not isinstance(config, LoraConfig):
         raise ConfigError(key, str(directory), f"its kind is {config.peft_type}; it must be LORA")
+    if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+        how = f"its init_lora_weights is {config.init_lora_weights}, which may change the base model"
+        raise ConfigError(key, str(directory), f"{how}; convert it to plain LoRA with peft")
     for name in kinds:
         if getattr(config, name) not in (getattr(plain, name), None):
             raise ConfigError(key, str(directory), f"its {name} is {getattr(config, name)}; only plain LoRA is trained")

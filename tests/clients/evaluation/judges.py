@@ -23,5 +23,5 @@ def two(prompt: str, completion: str, **columns: Any) -> float:
     return 2.0
 
 
-def ids_sum(prompt: str, completion: str, *, completion_ids: list[int]) -> float:
+def ids_sum(prompt: str, completion: str, *, completion_ids: list[int], **columns: Any) -> float:
     return float(sum(place * token for place, token in enumerate(completion_ids, 1)))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from staleflow.clients.models.lora import adapt
 from staleflow.clients.prompts import Encode
 from staleflow.clients.rollout.engines.base import EngineError
 from staleflow.clients.rollout.engines.vllm.package import advice, open_package, prepare
@@ -47,8 +48,11 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
         check_heads(model, directory, head_sizes())
     register()
 
+    from staleflow.clients.rollout.engines.vllm.adapter import AdapterFolder
     from staleflow.clients.rollout.engines.vllm.engine import VllmEngine
 
+    if (lora := config.model.lora).rank:
+        adapt(model, lora, directory)
     llm, counters = await asyncio.to_thread(start_engine, config, directory, context, cpu=cpu)
     engine = VllmEngine(
         llm,
@@ -58,6 +62,7 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
         tokenizer_decoder(directory),
         context=context,
         on_update=config.rollout.on_update,
+        adapter=AdapterFolder(model) if lora.rank else None,
     )
     try:
         await engine.start()
@@ -236,4 +241,8 @@ def arguments(config: Config, directory: Path, context: int, *, cpu: bool) -> di
         }
     else:
         chosen["gpu_memory_utilization"] = vllm.gpu_memory_utilization
+    if rank := config.model.lora.rank:
+        from staleflow.clients.rollout.engines.vllm.adapter import engine_arguments
+
+        chosen |= engine_arguments(rank)
     return chosen | vllm.options
