@@ -216,7 +216,7 @@ class TorchTrainer:
             if out_of_memory(error):
                 rows, reason = self._config.rollout.max_inflight, first_line(error)
                 what = f"version {version}: out of memory during the evaluation on the held-out prompts"
-                text = f"{what}. {new_run(f'rollout.max_inflight below {rows}')} ({reason})"
+                text = f"{what}. {self._new_run(f'rollout.max_inflight below {rows}')} ({reason})"
                 # a complete model is evaluated on rank 0 alone, while the others wait for orders and can save
                 raise OutOfMemory(text, can_save=self.learner.whole) from error
             raise
@@ -394,16 +394,16 @@ class TorchTrainer:
         where = f" on rank {self._ranks.place.rank}" if self._ranks.place.world > 1 else ""
         return (
             f"step {batch.step}: out of memory{within}{where}; batch {batch.batch} of {len(batch.rewards)} trajectories"
-            f" is kept. {new_run(keys)} ({first_line(error)})"
+            f" is kept. {self._new_run(keys)} ({first_line(error)})"
         )
 
-
-def new_run(keys: str) -> str:
-    """Return the remedy if a run cannot continue with its configured ``keys``."""
-    return (
-        f"A run's configuration is fixed: start a new one with {keys}, and model.path at the newest checkpoint if "
-        "there is one; its optimizer starts afresh"
-    )
+    def _new_run(self, keys: str) -> str:
+        """Return the remedy if a run cannot continue with its configured ``keys``."""
+        key = "model.lora.path" if self._config.model.lora.rank else "model.path"
+        return (
+            f"A run's configuration is fixed: start a new one with {keys}, and {key} at the newest checkpoint if "
+            "there is one; its optimizer starts afresh"
+        )
 
 
 def first_line(error: Exception) -> str:
