@@ -163,7 +163,7 @@ def ended(status: SchedulerStatus) -> str:
 
 
 def newest_model(run_dir: Path) -> Path | None:
-    """Return the newest complete checkpoint, a model directory or an adapter; an incomplete one has a different name."""
+    """Return the newest complete checkpoint, a model or an adapter; an incomplete one has a different name."""
     result = [
         path.parent for path in (run_dir / "checkpoints").glob("*/checkpoint.json") if path.parent.name.isdecimal()
     ]
