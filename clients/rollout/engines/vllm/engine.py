@@ -263,7 +263,8 @@ class VllmEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         if self._adapter is not None:
-            await self._llm.add_lora(await asyncio.to_thread(self._adapter.replacement, tensors))
+            llm: Any = self._llm  # an engine of this worker: a server gets no adapter
+            await llm.add_lora(await asyncio.to_thread(self._adapter.replacement, tensors))
             await self._llm.update_weight_version(version)
             self._salt = version
             return
