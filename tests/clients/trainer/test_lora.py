@@ -168,7 +168,7 @@ def test_packed_recomputed_and_cut_passes_train_the_same_adapter(model_directory
         np.testing.assert_allclose(copied(other)[name], array, rtol=0, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_train_the_adapter_of_one(model_directory: Path, tmp_path: Path) -> None:
     alone = TorchTrainer(settings(), model_directory)
     trained(alone, 0, 1)
