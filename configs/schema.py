@@ -11,6 +11,7 @@ from msgspec import Meta, field
 from staleflow.configs.columns import Column
 from staleflow.configs.evals import EvalSet
 from staleflow.configs.launch import Launch
+from staleflow.configs.lora import Lora
 from staleflow.configs.metrics import Metrics
 from staleflow.configs.section import (
     MOST,
@@ -51,6 +52,7 @@ class Model(Section, frozen=True, kw_only=True):
     """Keyword arguments of ``build``."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which engines and the trainer compute; published weights have it too."""
+    lora: Lora = field(default_factory=Lora)
 
 
 class PromptSource(Section, frozen=True, kw_only=True):

@@ -24,6 +24,9 @@ OWN: Final = {
     "enforce_eager": "rollout.vllm.enforce_eager",
     "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "kv_cache_memory_bytes": "rollout.vllm.kv_cache_mb on a CPU, rollout.vllm.gpu_memory_utilization on GPUs",
+    "enable_lora": "model.lora.rank",
+    "max_lora_rank": "model.lora.rank",
+    "max_loras": "model.lora.rank; an engine serves one adapter",
     "data_parallel_size": "rollout.workers: each worker is one engine",
 }
 """Arguments that other keys set, with those keys."""

@@ -15,10 +15,12 @@ from staleflow.clients.rollout.main import open_engine, open_environments
 from staleflow.clients.stage.main import decoder
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.evals import EvalSet
-from staleflow.configs.loading.presence import check_model_dir, check_packages
+from staleflow.configs.loading.hub import locate_model
+from staleflow.configs.loading.presence import ADAPTER, LORA, check_model_dir, check_package, check_packages
 from staleflow.configs.loading.prompt_rows import open_eval_set
 from staleflow.configs.schema import Config, Model
 from staleflow.metrics.evaluation import set_metrics
+from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.messages.evaluation import PromptScores
 
 HELD_OUT = "held-out"
@@ -42,13 +44,26 @@ class SetResult:
 
 
 def with_checkpoint(config: Config, checkpoint: Path) -> Config:
-    """Return the configuration with ``checkpoint`` as its model. ``ConfigError`` if that is no model directory."""
+    """Return the configuration with ``checkpoint`` as its model, or as its adapter, over the base that it names.
+
+    ``ConfigError`` if it is neither a model directory nor an adapter.
+    """
     if (checkpoint / "checkpoints").is_dir():
         saved = [path for path in (checkpoint / "checkpoints").iterdir() if path.name.isdecimal()]
         newest = max(saved, key=lambda path: int(path.name), default=checkpoint / "checkpoints" / "VERSION")
         raise ConfigError("CHECKPOINT", str(checkpoint), f"it is a run directory; give a checkpoint of it: {newest}")
-    check_model_dir(checkpoint, "CHECKPOINT")
     model = Model(path=str(checkpoint.resolve()), dtype=config.model.dtype)
+    if (checkpoint / ADAPTER).is_file():
+        check_package("CHECKPOINT", str(checkpoint), "peft", LORA)
+        from staleflow.clients.models.lora import lora_of
+
+        lora, base = lora_of(checkpoint, "CHECKPOINT")
+        key = f"base_model_name_or_path of {ADAPTER}"
+        directory = locate_model(base, key)
+        check_model_dir(directory, key)
+        model = msgspec.structs.replace(model, path=str(directory.resolve()), lora=lora)
+    else:
+        check_model_dir(checkpoint, "CHECKPOINT")
     return msgspec.structs.replace(config, model=model)
 
 
@@ -97,6 +112,11 @@ async def evaluate(config: Config, sets: Sequence[tuple[int, EvalSet]], progress
     engine, encode = await open_engine(config, nowhere)
     environments = open_environments(config, nowhere, engine, Recipe.of(config))
     try:
+        if config.model.lora.rank:
+            from staleflow.clients.models.lora import saved_version
+
+            version = saved_version(Path(config.model.lora.path), Path(config.model.path), config.model.dtype)
+            await engine.load(version, Lineage(0), Version(0))
         if environments is not None:
             await environments.start()
         async with open_scorer(config, decoder(config, nowhere)) as scorer:

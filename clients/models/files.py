@@ -3,7 +3,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def save_model(model: Any, directory: Path, *, tokenizer_of: Path) -> None:
     finally:
         model.generation_config = kept
     (directory / "generation_config.json").unlink(missing_ok=True)
-    _copy_small(directory, tokenizer_of)
+    copy_small(directory, tokenizer_of)
 
 
 def save_streamed(
@@ -130,12 +130,14 @@ def save_streamed(
     config.dtype = getattr(torch, dtype)
     config.architectures = model.config.architectures
     config.save_pretrained(directory)
-    _copy_small(directory, tokenizer_of)
+    copy_small(directory, tokenizer_of)
 
 
-def _copy_small(directory: Path, tokenizer_of: Path) -> None:
+def copy_small(directory: Path, tokenizer_of: Path, *, without: Collection[str] = ()) -> None:
+    """Copy the small files of a model directory that ``directory`` does not have."""
     for path in sorted(tokenizer_of.iterdir()):
-        if path.is_file() and not path.name.endswith(WEIGHTS) and not (directory / path.name).exists():
+        wanted = path.is_file() and not path.name.endswith(WEIGHTS) and path.name not in without
+        if wanted and not (directory / path.name).exists():
             shutil.copyfile(path, directory / path.name)
 
 

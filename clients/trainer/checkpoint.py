@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from staleflow.configs.durable_files import make_folder, sync_path, sync_tree
+from staleflow.configs.loading.presence import ADAPTER
 from staleflow.protocols.consistency.ids import BatchId, Lineage, Version
 from staleflow.store.sealed_json import seal, unseal
 
@@ -197,7 +198,7 @@ class Checkpoints:
             _check(path, {name: stored for name, stored in files.items() if _is_model(name)})
         except DamagedCheckpoint:
             return False
-        return "config.json" in files
+        return "config.json" in files or ADAPTER in files
 
     def _is_foreign(self, path: Path) -> bool:
         """Return whether another run wrote the checkpoint."""
@@ -269,7 +270,7 @@ def _check(folder: Path, files: dict[str, StoredFile]) -> None:
 
 def _is_model(name: str) -> bool:
     """Return whether ``from_pretrained`` reads this file; other tensors are optimizer or random states."""
-    return name.startswith("model") or not name.endswith(".safetensors")
+    return name.startswith(("model", "adapter_model")) or not name.endswith(".safetensors")
 
 
 def _names(folder: Path) -> list[str]:

@@ -166,11 +166,13 @@ class TrainingLoop:
         reasons = [f"{damage.path.name} is damaged ({damage.why})" for damage in checkpoints.damaged]
         reasons += [f"{state.version} is rejected ({why})" for state, why in refused.items()]
         reasons.append(f"the initial model is rejected ({initial})")
-        model = str(checkpoints.newest_model() or self._config.model.path or "DIRECTORY")
-        model += " model.build= model.options={}" if self._config.model.build else ""
+        own, adapter = self._config.model, self._config.model.lora.rank > 0
+        model = "model.lora.path=" if adapter else "model.path="
+        model += str(checkpoints.newest_model() or (own.lora.path if adapter else own.path) or "DIRECTORY")
+        model += " model.build= model.options={}" if own.build and not adapter else ""
         allowed = (
             f"the run can resume from none of them: {'; '.join(reasons)}; put the files back as they were, or start a "
-            f"new run with model.path={model} (its optimizer starts afresh)"
+            f"new run with {model} (its optimizer starts afresh)"
         )
         return ConfigError("checkpoints", str(checkpoints.folder), allowed)
 

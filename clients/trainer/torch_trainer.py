@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from staleflow.clients.models.files import checkpoint_gradients, load_model, save_model, save_streamed
+from staleflow.clients.models.lora import adapt, load_adapter, published, save_adapter
 from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.trainer.algorithms.objective import Objective
 from staleflow.clients.trainer.backends.attention import Attention
@@ -111,7 +112,7 @@ class TorchTrainer:
             return
         if hasattr(self, "learner"):
             self._release_model()
-        model, files = self._open(directory or self._directory)
+        model, files = self._open(directory)
         self._attention.apply(model)
         self._output.apply(model)
         if self._config.trainer.gradient_checkpointing:
@@ -140,14 +141,20 @@ class TorchTrainer:
                 save_streamed(learner.model, tensors, directory, dtype=dtype, tokenizer_of=self._directory)
             for _ in tensors:
                 pass  # the other ranks take part in gathering
+        elif leads and self._config.model.lora.rank:
+            base = self._config.model.path or str(self._directory.resolve())
+            save_adapter(learner.model, directory, base=base, tokenizer_of=self._directory)
         elif leads:
             save_model(learner.model, directory, tokenizer_of=self._directory)
         learner.save(directory)
 
     def weights(self) -> Published:
-        """Return views of the tensors (on a CPU), or tensors gathered one by one from all ranks; tied ones once."""
+        """Return views of the tensors (on a CPU), or tensors gathered one by one from all ranks; tied ones once.
+
+        Of a model with an adapter, these are the adapter's tensors only.
+        """
         if self.learner.whole:
-            return to_arrays(self.learner.model.state_dict())
+            return to_arrays(published(self.learner.model))
         return StreamedWeights(self.learner.tensors)
 
     def gather(self) -> None:
@@ -229,7 +236,7 @@ class TorchTrainer:
             if out_of_memory(error):
                 rows, reason = self._config.rollout.max_inflight, first_line(error)
                 what = f"version {version}: out of memory during the evaluation on the held-out prompts"
-                text = f"{what}. {new_run(f'rollout.max_inflight below {rows}')} ({reason})"
+                text = f"{what}. {self._new_run(f'rollout.max_inflight below {rows}')} ({reason})"
                 # a complete model is evaluated on rank 0 alone, while the others wait for orders and can save
                 raise OutOfMemory(text, can_save=self.learner.whole) from error
             raise
@@ -248,9 +255,18 @@ class TorchTrainer:
         del self.learner, self._flops, self._gradients
         gc.collect()
 
-    def _open(self, directory: Path) -> tuple[Any, WeightFiles | None]:
+    def _open(self, checkpoint: Path | None) -> tuple[Any, WeightFiles | None]:
         """Open the model; for a backend that shards, without its weights but with their files."""
         trainer, dtype, device = self._config.trainer, self._config.model.dtype, self._ranks.device
+        if (lora := self._config.model.lora).rank:
+            model = load_model(self._directory, dtype, device)
+            adapt(model, lora, self._directory, seed=self._config.seed)
+            if checkpoint is not None:
+                load_adapter(model, checkpoint)
+            elif lora.path:
+                load_adapter(model, Path(lora.path), "model.lora.path")
+            return model, None
+        directory = checkpoint or self._directory
         if trainer.backend == "fsdp":  # its shards are the float32 masters, which each rank moves to its device
             return open_model(directory, "float32", torch.device("cpu"))
         if trainer.backend == "deepspeed" and trainer.zero_stage == 3:
@@ -378,16 +394,16 @@ class TorchTrainer:
         where = f" on rank {self._ranks.place.rank}" if self._ranks.place.world > 1 else ""
         return (
             f"step {batch.step}: out of memory{within}{where}; batch {batch.batch} of {len(batch.rewards)} trajectories"
-            f" is kept. {new_run(keys)} ({first_line(error)})"
+            f" is kept. {self._new_run(keys)} ({first_line(error)})"
         )
 
-
-def new_run(keys: str) -> str:
-    """Return the remedy if a run cannot continue with its configured ``keys``."""
-    return (
-        f"A run's configuration is fixed: start a new one with {keys}, and model.path at the newest checkpoint if "
-        "there is one; its optimizer starts afresh"
-    )
+    def _new_run(self, keys: str) -> str:
+        """Return the remedy if a run cannot continue with its configured ``keys``."""
+        key = "model.lora.path" if self._config.model.lora.rank else "model.path"
+        return (
+            f"A run's configuration is fixed: start a new one with {keys}, and {key} at the newest checkpoint if "
+            "there is one; its optimizer starts afresh"
+        )
 
 
 def first_line(error: Exception) -> str:

@@ -32,7 +32,7 @@ from staleflow.configs.schema import Config
 RESOLVED = "config.json"
 _PATHS = (
     *(("model", "path"), ("prompts", "path"), ("prompts", "eval_path"), ("reference", "path"), ("critic", "path")),
-    *(("rollout.simulated", "trace"), ("security", "keys"), ("metrics", "token")),
+    *(("rollout.simulated", "trace"), ("security", "keys"), ("metrics", "token"), ("model.lora", "path")),
 )
 _MODELS = (("model", "path"), ("reference", "path"), ("critic", "path"))
 _SPECS = (

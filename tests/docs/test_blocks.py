@@ -29,8 +29,9 @@ ELSEWHERE = {
     "docs/tutorials/weights.md": "tests/servers/running.py",
     "docs/tutorials/streaming.md": "tests/clients/trainer/test_streaming.py",
     "docs/tutorials/trl.md": "tests/process/test_trl_run.py",
+    "docs/tutorials/lora.md": "tests/clients/trainer/test_lora.py",
 }
-"""Pages whose Python needs a running service, and the tests that do the same with one."""
+"""Pages whose Python needs a running service or its results, and the tests that do the same with them."""
 
 NEEDED_PACKAGES = {"docs/tutorials/trl.md": "trl"}
 """Pages whose Python imports a package that ``make test`` does not install."""

@@ -7,25 +7,32 @@ from typing import Any
 import numpy as np
 import torch
 
+from staleflow.clients.models.lora import BASE, published
 from staleflow.clients.rollout.engines.base import LoadError
 
 
 def copy_weights(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
     """Copy ``tensors`` into the model after ``check_weights`` accepts them. On its error nothing is copied."""
     check_weights(model, tensors)
-    own = model.state_dict()
+    own = published(model)
     with torch.no_grad():
         for name, array in tensors.items():
-            _copy(own[name], array)
+            _copy(own[name].detach(), array)
 
 
 def check_weights(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Raise ``LoadError`` unless ``tensors`` are exactly the model's weights, matched by ``state_dict`` name.
+    """Raise ``LoadError`` unless ``tensors`` are exactly what a version of this model holds, matched by name.
 
     The model may be on ``meta``. Tied weights may appear once or under each name. bfloat16 and float16 arrive as their
-    bits in uint16. The error names the first tensor that is missing, unknown, or of another shape or dtype.
+    bits in uint16. The error names the first tensor that is missing, unknown, or of another shape or dtype. An adapter
+    of another base model is refused, even if all its tensors fit.
     """
-    own = model.state_dict(keep_vars=True)  # tied weights are one object under two names
+    own = published(model)  # tied weights are one object under two names
+    if BASE in own and BASE in tensors and (theirs := tensors[BASE].tobytes()) != (ours := own[BASE].numpy().tobytes()):
+        raise LoadError(
+            f"the adapter was trained over a base model with digest {theirs.hex()}; the one of this engine has "
+            f"{ours.hex()}: every machine needs the same files in its model directory"
+        )
     filled: set[int] = set()
     for name, array in tensors.items():
         if name not in own:

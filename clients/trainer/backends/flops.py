@@ -45,7 +45,7 @@ def peak_flops(device: str, dtype: str) -> float | None:
     return None
 
 
-def step_flops(parameters: int, layers: int, width: int, lengths: np.ndarray) -> float:
+def step_flops(parameters: float, layers: int, width: int, lengths: np.ndarray) -> float:
     """Return the FLOPs of forward and backward over sequences of these lengths.
 
     ``6 P`` per token, plus ``6 layers width n^2`` per sequence for causal attention (12 without causality).
@@ -54,18 +54,23 @@ def step_flops(parameters: int, layers: int, width: int, lengths: np.ndarray) ->
     return float(6.0 * parameters * tokens.sum() + 6.0 * layers * width * (tokens**2).sum())
 
 
-def active_parameters(model: Any, config: Any) -> int | None:
+def active_parameters(model: Any, config: Any) -> float | None:
     """Return the parameters used by one token; of routed experts, only the fraction that it uses counts.
 
-    None if the model's ``config`` does not give that fraction, or the experts' parameters cannot be identified.
+    Frozen parameters count for two thirds: a step computes gradients through them, but none of them. None if the
+    model's ``config`` does not give that fraction, or the experts' parameters cannot be identified.
     """
-    routed: int = sum(p.numel() for name, p in model.named_parameters() if "experts" in name.split("."))
-    total: int = sum(p.numel() for p in model.parameters())
+    routed = sum(_work(p) for name, p in model.named_parameters() if "experts" in name.split("."))
+    total = sum(_work(p) for p in model.parameters())
     experts: int = next((count for key in _EXPERTS if (count := getattr(config, key, None))), 0)
     used: int | None = getattr(config, "num_experts_per_tok", None)
     if not routed and not experts:
         return total
     return total - routed + routed * used // experts if routed and experts and used else None
+
+
+def _work(parameter: torch.Tensor) -> float:
+    return parameter.numel() if parameter.requires_grad else parameter.numel() * 2 / 3
 
 
 class FlopsMeter:
@@ -74,7 +79,7 @@ class FlopsMeter:
     def __init__(self, model: Any, ranks: Ranks, dtype: str) -> None:
         config = model.config.get_text_config()
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        looked_up = 0 if tied else model.get_input_embeddings().weight.numel()  # a lookup performs no multiplication
+        looked_up = 0 if tied else _work(model.get_input_embeddings().weight)  # a lookup performs no multiplication
         active = active_parameters(model, config)
         self._parameters = None if active is None else active - looked_up
         self._layers = config.num_hidden_layers

@@ -110,6 +110,7 @@ def _gradient_reaches(embeddings: Any, row: int, places: slice) -> Iterator[list
     reached: list[bool] = []
 
     def look(_: object, __: object, output: Any) -> None:
+        output.requires_grad_(True)  # not set if the embeddings are frozen, below an adapter
         output.register_hook(lambda gradient: reached.append(bool(gradient[row, places].any())))
 
     hook = embeddings.register_forward_hook(look)

@@ -21,3 +21,7 @@ def judged(prompt: str, completion: str, *, score: float, **columns: Any) -> flo
 
 def two(prompt: str, completion: str, **columns: Any) -> float:
     return 2.0
+
+
+def ids_sum(prompt: str, completion: str, *, completion_ids: list[int], **columns: Any) -> float:
+    return float(sum(place * token for place, token in enumerate(completion_ids, 1)))

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from staleflow.clients.models.lora import adapt
 from staleflow.clients.prompts import Encode
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
 from staleflow.clients.texts import tokenizer_decoder
@@ -36,6 +37,9 @@ def open_transformers(config: Config, directory: Path) -> tuple[TransformersEngi
     encode = encoder(tokenizer, chat_template=config.prompts.chat_template, system=config.prompts.system)
     model = open_model(directory, config.model.dtype, config.rollout.threads)
     check_vocabulary(tokenizer, model)
+    if config.model.lora.rank:
+        adapt(model, config.model.lora, directory, seed=config.seed)
+        model.requires_grad_(False)
     engine = TransformersEngine(
         model,
         stop_ids(model, tokenizer),

@@ -33,6 +33,7 @@ from staleflow.clients.rollout.engines.base import (
     check_request,
 )
 from staleflow.clients.rollout.engines.load_weights import check_weights, one_name_each
+from staleflow.clients.rollout.engines.vllm.adapter import AdapterFolder
 from staleflow.clients.rollout.engines.vllm.counters import Counters
 from staleflow.clients.rollout.engines.vllm.draft import Draft
 from staleflow.clients.rollout.engines.vllm.server import ServerClient
@@ -54,7 +55,7 @@ class VllmEngine:
 
     ``model``: the ``transformers`` model whose tensors are published (it may be on ``meta``). ``stop_ids``: tokens
     that end a trajectory. ``decode``: converts completions to text, to find stop strings. ``context``: maximum number
-    of tokens of prompt and completion together.
+    of tokens of prompt and completion together. ``adapter``: the folder of the model's adapter, if it has one.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class VllmEngine:
         *,
         context: int,
         on_update: OnUpdate = "keep",
+        adapter: AdapterFolder | None = None,
     ) -> None:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.context = context
@@ -77,6 +79,9 @@ class VllmEngine:
         self._stop_ids = sorted(set(stop_ids))
         self._decode = decode
         self._on_update = on_update
+        self._adapter = adapter
+        self._more: dict[str, Any] = {} if adapter is None else {"lora_request": adapter.request}
+        """Further arguments of each request."""
         self._drafts: dict[int, Draft] = {}
         self._names = itertools.count()
         self._salt = label(Lineage(0), Version(-1))
@@ -177,6 +182,8 @@ class VllmEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._adapter is not None:
+            self._adapter.close()
         if isinstance(self._llm, ServerClient):
             await self._llm.close()  # the server continues
         else:
@@ -203,7 +210,8 @@ class VllmEngine:
         """
         draft.begin(f"{draft.request.id}.{next(self._names)}")
         prompt = tokens_input(draft.token_ids_so_far(), cache_salt=self._salt)
-        async with contextlib.aclosing(self._llm.generate(prompt, self._params(draft), draft.attempt_id)) as outputs:
+        requested = self._llm.generate(prompt, self._params(draft), draft.attempt_id, **self._more)
+        async with contextlib.aclosing(requested) as outputs:
             async for output in outputs:
                 draft.take(output.outputs[0])
                 if (draft.cut or draft.stopped_at) and not output.finished and not draft.retry:
@@ -257,6 +265,12 @@ class VllmEngine:
     async def _update(self, tensors: Mapping[str, NDArray[Any]], version: str) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        if self._adapter is not None:
+            llm: Any = self._llm  # an engine of this worker: a server gets no adapter
+            await llm.add_lora(await asyncio.to_thread(self._adapter.replacement, tensors))
+            await self._llm.update_weight_version(version)
+            self._salt = version
+            return
         await self._llm.start_weight_update()
         self._counters.stepped_at = time.monotonic()
         coming = parcels(one_name_each(self._model, tensors))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from staleflow.clients.models.lora import adapt, is_adapted
 from staleflow.clients.prompts import Encode
 from staleflow.clients.rollout.engines.base import EngineError
 from staleflow.clients.rollout.engines.vllm.package import advice, open_package, prepare
@@ -49,6 +50,8 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
 
     from staleflow.clients.rollout.engines.vllm.engine import VllmEngine
 
+    if (lora := config.model.lora).rank:
+        await asyncio.to_thread(adapt, model, lora, directory)
     llm, counters = await asyncio.to_thread(start_engine, config, directory, context, cpu=cpu)
     engine = VllmEngine(
         llm,
@@ -58,6 +61,7 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
         tokenizer_decoder(directory),
         context=context,
         on_update=config.rollout.on_update,
+        adapter=adapter_folder(model),
     )
     try:
         await engine.start()
@@ -65,6 +69,15 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
         await engine.close()
         raise failure(error, checked=True) from error
     return engine, encode
+
+
+def adapter_folder(model: Any) -> Any:
+    """Return the folder that passes adapters to vLLM; None for a model without one."""
+    if not is_adapted(model):
+        return None
+    from staleflow.clients.rollout.engines.vllm.adapter import AdapterFolder
+
+    return AdapterFolder(model)
 
 
 async def open_vllm_server(config: Config, directory: Path) -> tuple[Any, Encode]:
@@ -236,4 +249,8 @@ def arguments(config: Config, directory: Path, context: int, *, cpu: bool) -> di
         }
     else:
         chosen["gpu_memory_utilization"] = vllm.gpu_memory_utilization
+    if rank := config.model.lora.rank:
+        from staleflow.clients.rollout.engines.vllm.adapter import engine_arguments
+
+        chosen |= engine_arguments(rank)
     return chosen | vllm.options
