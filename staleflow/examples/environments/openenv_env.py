@@ -37,6 +37,9 @@ LIMITS = ("episode_over", "context_length_exceeded", "max_turns")
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 """Time between two tries to get a session: doubled after each."""
 
+LAST_S = 5.0
+"""Time for which a server that is full or away is tried last: it has the fewest episodes, but may be slow to fail."""
+
 
 class OpenEnv:
     """Rows need ``reset``, as ``prompts`` and ``held_out`` return it."""
@@ -78,6 +81,8 @@ class OpenEnv:
         urls = base_urls(base_url, f"{KEY}.base_url")
         self.playing = dict.fromkeys(urls, 0)
         """Number of episodes on each server."""
+        self._last_until = dict[str, float]()
+        """Time until which a server that had no session is tried last."""
         actions, observations = _schemas(urls)
         self._to_action = action_maker(action, actions)
         self._to_text = observation_reader(observation, observations)
@@ -143,16 +148,25 @@ class OpenEnv:
         give_up = time.monotonic() + self._session_timeout_s
         pause_s = MIN_PAUSE_S
         while True:
-            for url in sorted(self.playing, key=lambda url: (self.playing[url], random.random())):
+            errors: list[Unavailable] = []
+            for url in sorted(self.playing, key=self._order):
                 self.playing[url] += 1  # at once, so that concurrent episodes choose other servers
                 try:
                     return await Session.begin(url, arguments, self._step_timeout_s)
                 except BaseException as error:
                     self.playing[url] -= 1
-                    if not isinstance(error, Unavailable) or time.monotonic() > give_up:
+                    if not isinstance(error, Unavailable):
                         raise
+                    self._last_until[url] = time.monotonic() + LAST_S
+                    errors.append(error)
+            if time.monotonic() > give_up:
+                raise errors[-1]
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    def _order(self, url: str) -> tuple[bool, int, float]:
+        """Sort servers by their episodes, those that had no session for others a moment ago last."""
+        return self._last_until.get(url, 0.0) > time.monotonic(), self.playing[url], random.random()
 
 
 def prompts(

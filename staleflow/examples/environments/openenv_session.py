@@ -10,7 +10,7 @@ import contextlib
 import json
 from http.client import HTTPException
 from typing import Any
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -28,9 +28,8 @@ MAX_BYTES = 16 << 20
 CLOSE_TIMEOUT_S = 2.0
 """Maximum seconds of the closing handshake. The server ends a session whose socket is lost, too."""
 
-
-HTTP_TIMEOUT_S = 10.0
-"""Maximum seconds of a request over HTTP."""
+CONNECT_TIMEOUT_S = 10.0
+"""Maximum seconds of opening a socket, and of a request over HTTP."""
 
 FULL = "CAPACITY_REACHED"
 """Code of a server's refusal of one more session."""
@@ -72,11 +71,11 @@ class Session:
 
     @classmethod
     async def begin(cls, url: str, arguments: dict[str, Any], timeout_s: float) -> tuple["Session", Result]:
-        """Connect to a server and reset its environment. ``timeout_s``: maximum seconds of each request."""
+        """Connect to a server and reset its environment. ``timeout_s``: maximum seconds of a reset or step."""
         try:
             socket = await connect(
                 f"ws{url.removeprefix('http')}/ws",
-                open_timeout=timeout_s,
+                open_timeout=CONNECT_TIMEOUT_S,
                 close_timeout=CLOSE_TIMEOUT_S,
                 ping_interval=None,  # each request has a limit, and a busy server may answer pings late
                 max_size=MAX_BYTES,
@@ -152,10 +151,13 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         request = Request(self._url + path, data=data, headers={"Content-Type": "application/json"})
         try:
-            with self._opener.open(request, timeout=HTTP_TIMEOUT_S) as response:
+            with self._opener.open(request, timeout=CONNECT_TIMEOUT_S) as response:
                 return json.loads(response.read(MAX_BYTES))
-        except (OSError, HTTPException) as error:  # also an HTTP status that is an error
-            cause = error.reason if type(error) is URLError else error
+        except HTTPError as error:
+            error.close()
+            raise ServerError(self._url, f"{path}: {error}") from error
+        except (OSError, HTTPException) as error:
+            cause = error.reason if isinstance(error, URLError) else error
             raise ServerError(self._url, f"{path}: {cause}") from error
         except ValueError as error:
             raise ServerError(self._url, f"it is no OpenEnv server; {path} is no JSON") from error

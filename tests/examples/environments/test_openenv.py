@@ -3,8 +3,9 @@
 """Environments of the real package ``openenv`` are played on their own servers, which may be full, hang or die."""
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -80,6 +81,13 @@ def shown(observation: dict[str, Any]) -> str:
 
 
 @pytest.fixture(scope="module")
+def few() -> Iterator[Serving]:
+    """A server that plays two episodes at a time."""
+    with serving(sessions=2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
     with serving() as started:
         yield started
@@ -130,78 +138,81 @@ async def test_an_episode_ends_with_the_rewards_so_far(
     assert tuple(numbers.values()) == expected
 
 
-async def test_each_of_many_episodes_at_once_has_a_session_of_its_own_and_waits_for_it() -> None:
-    with serving(sessions=2) as few:
-        environment = OpenEnv(few.url)
-        played = await asyncio.gather(*(environment.rollout(guesser(), row(seed)) for seed in range(16)))
+async def test_each_of_many_episodes_at_once_has_a_session_of_its_own_and_waits_for_it(few: Serving) -> None:
+    environment = OpenEnv(few.url, session_timeout_s=90.0)
+    played = await asyncio.gather(*(environment.rollout(guesser(), row(seed)) for seed in range(16)))
     assert [numbers["done"] for numbers in played] == [1.0] * 16
     assert [numbers["reward"] for numbers in played[1:]] == [1.25 - 0.25 * numbers["turns"] for numbers in played[1:]]
 
 
-async def test_a_cancelled_episode_gives_its_session_back() -> None:
-    with serving(sessions=1) as single:
-        environment = OpenEnv(single.url)
-        asked = asyncio.Event()
+@contextlib.asynccontextmanager
+async def all_sessions_busy(environment: OpenEnv) -> AsyncIterator[None]:
+    """Play two episodes whose policy never answers, and cancel them at the end."""
+    asked = asyncio.Semaphore(0)
 
-        async def never(messages: list[dict[str, Any]]) -> str:
-            asked.set()
-            return await asyncio.Future()
+    async def never(messages: list[dict[str, Any]]) -> str:
+        asked.release()
+        return await asyncio.Future()
 
-        episode = asyncio.ensure_future(environment.rollout(Policy(never), row(NUMBER)))
-        await asked.wait()
+    episodes = [asyncio.ensure_future(environment.rollout(Policy(never), row(NUMBER))) for _ in range(2)]
+    for _ in episodes:
+        await asked.acquire()
+    yield
+    for episode in episodes:
         episode.cancel()
         with pytest.raises(asyncio.CancelledError):
             await episode
-        assert (await environment.rollout(scripted("40"), row(NUMBER)))["reward"] == 1.0
 
 
-async def test_a_server_without_a_free_session_fails_the_episode_after_a_while() -> None:
-    with serving(sessions=1) as single:
-        environment, impatient = OpenEnv(single.url), OpenEnv(single.url, session_timeout_s=0.2)
-
-        async def answer(messages: list[dict[str, Any]]) -> str:
-            with pytest.raises(Unavailable, match=rf"{single.url}: it answered reset with CAPACITY_REACHED: .*1/1"):
-                await impatient.rollout(scripted("40"), row(NUMBER))
-            return "40"
-
-        assert (await environment.rollout(Policy(answer), row(NUMBER)))["reward"] == 1.0
+async def test_a_cancelled_episode_gives_its_session_back(few: Serving) -> None:
+    environment = OpenEnv(few.url)
+    async with all_sessions_busy(environment):
+        assert environment.playing == {few.url: 2}
+    assert environment.playing == {few.url: 0}
+    async with all_sessions_busy(environment):
+        pass
 
 
-async def test_a_server_that_dies_costs_its_episodes_and_the_next_ones_wait_for_its_return() -> None:
+async def test_without_a_free_session_an_episode_fails_after_a_while(few: Serving) -> None:
+    async with all_sessions_busy(OpenEnv(few.url)):
+        with pytest.raises(Unavailable, match=rf"{few.url}: it answered reset with CAPACITY_REACHED: .*2/2"):
+            await OpenEnv(few.url, session_timeout_s=0.2).rollout(scripted("40"), row(NUMBER))
+
+
+async def test_a_server_that_dies_costs_its_episodes_and_the_next_one_waits_for_its_return() -> None:
     with serving() as mortal:
         environment = OpenEnv(mortal.url, session_timeout_s=90.0)
 
         async def answer(messages: list[dict[str, Any]]) -> str:
             mortal.kill()
             mortal.launch()
-            await asyncio.to_thread(mortal.wait)
             return "40"
 
         with pytest.raises(Unavailable, match=rf"{mortal.url}: it ended the session instead of a reply to step"):
             await environment.rollout(Policy(answer), row(NUMBER))
-        mortal.kill()
-        waiting = asyncio.ensure_future(environment.rollout(scripted("40"), row(NUMBER)))
-        mortal.launch()
-        assert (await waiting)["reward"] == 1.0
+        assert (await environment.rollout(scripted("40"), row(NUMBER)))["reward"] == 1.0
 
 
-async def test_episodes_are_spread_over_servers_and_one_that_is_away_is_left_out(server: Serving) -> None:
-    with serving() as other:
-        environment = OpenEnv([server.url, other.url], session_timeout_s=90.0)
-        playing: list[dict[str, int]] = []
-        all_play = asyncio.Barrier(4)
+async def test_episodes_are_spread_over_servers(server: Serving, few: Serving) -> None:
+    environment = OpenEnv([server.url, few.url])
+    all_play = asyncio.Barrier(4)
+    playing: list[dict[str, int]] = []
 
-        async def answer(messages: list[dict[str, Any]]) -> str:
-            playing.append(dict(environment.playing))
-            await all_play.wait()
-            return "40"
+    async def answer(messages: list[dict[str, Any]]) -> str:
+        await all_play.wait()
+        playing.append(dict(environment.playing))
+        return "40"
 
-        played = await asyncio.gather(*(environment.rollout(Policy(answer), row(NUMBER)) for _ in range(4)))
-        assert playing[-1] == {server.url: 2, other.url: 2}
-        other.kill()
-        played += [await environment.rollout(scripted("40"), row(NUMBER)) for _ in range(4)]
-        assert [numbers["reward"] for numbers in played] == [1.0] * 8
-        assert environment.playing == {server.url: 0, other.url: 0}
+    played = await asyncio.gather(*(environment.rollout(Policy(answer), row(NUMBER)) for _ in range(4)))
+    assert playing[0] == {server.url: 2, few.url: 2}
+    assert [numbers["reward"] for numbers in played] == [1.0] * 4
+
+
+async def test_a_server_that_is_away_is_left_out(server: Serving) -> None:
+    environment = OpenEnv(["http://127.0.0.1:1", server.url])
+    played = await asyncio.gather(*(environment.rollout(scripted("40"), row(NUMBER)) for _ in range(4)))
+    assert [numbers["reward"] for numbers in played] == [1.0] * 4
+    assert environment.playing == {"http://127.0.0.1:1": 0, server.url: 0}
 
 
 async def test_a_step_that_hangs_fails_its_episode(server: Serving) -> None:
