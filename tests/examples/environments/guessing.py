@@ -1,9 +1,10 @@
 # pyright: basic, reportMissingImports=false
 """An environment of the real package ``openenv``, for tests: a guessed number, with a hint after each guess.
 
-``start`` runs its server in a process. A step with a number below 0 never returns, as one of a tool that hangs.
+``serving`` runs its server, or the one of another module, in a process. A step with a number below 0 never returns.
 """
 
+import argparse
 import contextlib
 import signal
 import socket
@@ -18,20 +19,19 @@ START_S = 90.0
 
 
 class Serving:
-    """A server's process. Its port stays the same if it is started again."""
+    """The process of a server module. Its port stays the same if it is started again."""
 
-    def __init__(self, sessions: int) -> None:
+    def __init__(self, module: str, *arguments: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._sessions = sessions
+        self._command = [sys.executable, "-m", module, "--port", str(self.port), *arguments]
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
         """Start the process; it serves some time later."""
-        command = [sys.executable, "-m", "tests.examples.environments.guessing", str(self.port), str(self._sessions)]
-        self._process = subprocess.Popen(command)
+        self._process = subprocess.Popen(self._command)
 
     def wait(self) -> None:
         """Return when the server answers."""
@@ -56,8 +56,10 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(sessions: int = 64) -> Iterator[Serving]:
-    server = Serving(sessions)
+def serving(
+    module: str = "tests.examples.environments.guessing", *arguments: str, sessions: int = 64
+) -> Iterator[Serving]:
+    server = Serving(module, "--sessions", str(sessions), *arguments)
     try:
         server.launch()
         server.wait()
@@ -103,9 +105,12 @@ def main() -> None:
         def state(self) -> State:
             return State(step_count=self._guesses)
 
-    port, sessions = map(int, sys.argv[1:])
-    app = create_app(Guessing, Guess, Hint, env_name="guessing", max_concurrent_envs=sessions)
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--sessions", type=int)
+    arguments = parser.parse_args()
+    app = create_app(Guessing, Guess, Hint, env_name="guessing", max_concurrent_envs=arguments.sessions)
+    uvicorn.run(app, host="127.0.0.1", port=arguments.port, log_level="warning")
 
 
 if __name__ == "__main__":

@@ -165,12 +165,12 @@ async def all_sessions_busy(environment: OpenEnv) -> AsyncIterator[None]:
 
 
 async def test_a_cancelled_episode_gives_its_session_back(few: Serving) -> None:
-    environment = OpenEnv(few.url)
+    environment = OpenEnv(few.url, session_timeout_s=10.0)
     async with all_sessions_busy(environment):
         assert environment.playing == {few.url: 2}
     assert environment.playing == {few.url: 0}
-    async with all_sessions_busy(environment):
-        pass
+    played = await asyncio.gather(*(environment.rollout(scripted("40"), row(NUMBER)) for _ in range(2)))
+    assert [numbers["reward"] for numbers in played] == [1.0] * 2
 
 
 async def test_without_a_free_session_an_episode_fails_after_a_while(few: Serving) -> None:
