@@ -1,4 +1,5 @@
 # pyright: basic, reportMissingImports=false
+# mypy: disable-error-code="misc"
 """An environment as authors of OpenEnv write it, and its server. It knows nothing of a run.
 
 ``python -m staleflow.examples.environments.openenv_calculator --port 8200``. A task is a sum. An action that is an

@@ -1,4 +1,5 @@
 # pyright: basic, reportMissingImports=false
+# mypy: disable-error-code="misc"
 """An environment of the real package ``openenv``, for tests: a guessed number, with a hint after each guess.
 
 ``serving`` runs its server, or the one of another module, in a process. A step with a number below 0 never returns.
@@ -79,7 +80,7 @@ def main() -> None:
         text: str = ""
         guesses: int = 0
 
-    class Guessing(Environment[Guess, Hint, State]):  # type: ignore[misc]
+    class Guessing(Environment[Guess, Hint, State]):
         SUPPORTS_CONCURRENT_SESSIONS = True
 
         def __init__(self) -> None:
