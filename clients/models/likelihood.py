@@ -24,8 +24,14 @@ def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float) -> Ten
     their gradient has their size.
     """
     following = torch.roll(input_ids, -1, 1).flatten()
-    logprobs: Tensor = _Logprobs.apply(logits.flatten(0, 1), following, temperature)  # type: ignore[no-untyped-call]
+    logprobs = target_logprobs(logits.flatten(0, 1), following, temperature)
     return torch.nn.functional.pad(logprobs.view(input_ids.shape)[:, :-1], (1, 0))
+
+
+def target_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Return [M] float32: the log-probability of ``targets`` [M] under ``logits`` [M, V], as in ``token_logprobs``."""
+    logprobs: Tensor = _Logprobs.apply(logits, targets, temperature)  # type: ignore[no-untyped-call]
+    return logprobs
 
 
 class _Logprobs(torch.autograd.Function):

@@ -12,6 +12,8 @@ import gc
 import logging
 import math
 import time
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from staleflow.clients.models.files import checkpoint_gradients, load_model, save_model, save_streamed
-from staleflow.clients.models.passes import packed_passes, padded_passes
+from staleflow.clients.models.passes import computed, packed_passes, padded_passes, shared_passes
 from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.trainer.algorithms.objective import Objective, tokens_of
 from staleflow.clients.trainer.backends.base import (
@@ -39,7 +41,10 @@ from staleflow.clients.trainer.backends.flops import FlopsMeter
 from staleflow.clients.trainer.backends.forward import completion_logprobs, isolates_packed_rows
 from staleflow.clients.trainer.backends.learner import Learner, make_learner
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
+from staleflow.clients.trainer.backends.prompt_attention import sharing_attention
+from staleflow.clients.trainer.backends.prompt_layout import shared_lengths
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, open_model
+from staleflow.clients.trainer.backends.shared_prompts import shared_logprobs, why_not_shared
 from staleflow.clients.trainer.backends.tensors import StreamedWeights, to_arrays
 from staleflow.clients.trainer.data.batch import TrainBatch, rows_of
 from staleflow.clients.trainer.evaluation.held_out import Evaluation
@@ -79,7 +84,9 @@ class TorchTrainer:
         self._seconds = 0.0
         """Compute time of the current step so far."""
         self.load(None)
-        if config.trainer.packing:
+        several = config.rollout.group_size > 1
+        self._shares_prompts = config.trainer.share_prompts and several and self._can_share_prompts()
+        if config.trainer.packing and not self._shares_prompts:
             self._check_packing()
 
     @property
@@ -146,6 +153,7 @@ class TorchTrainer:
         on every rank, if groups make the step raise.
         """
         self._objective.begin()
+        self._flops.begin()
         self._seconds = 0.0
         self.add(batch, stopping, last=True)
         return self.finish(batch, step)
@@ -153,6 +161,7 @@ class TorchTrainer:
     def begin(self) -> None:
         """Start or restart a step in parts, without any gradient."""
         self._objective.begin()
+        self._flops.begin()
         self._seconds = 0.0
         self.learner.clear()
 
@@ -163,7 +172,8 @@ class TorchTrainer:
         if self._config.trainer.mask_truncated:
             part.mask_cut()
         try:
-            self._add(part, stopping, last=last)
+            with sharing_attention(self.model) if self._shares_prompts else nullcontext():
+                self._add(part, stopping, last=last)
             self._quarantine.raise_if_any(part)
         except Untrainable:
             self.learner.clear()
@@ -186,7 +196,7 @@ class TorchTrainer:
                 raise self._no_room_to_step(batch, error) from error
             raise
         values["grad_norm"] = norm
-        values |= self._flops.values(batch, self._seconds + time.monotonic() - started_at)
+        values |= self._flops.values(self._seconds + time.monotonic() - started_at)
         if bad := not_finite(loss=values["loss"], gradient_norm=norm):
             return StepResult(values=values, bad=bad)
         if not learns:
@@ -304,21 +314,31 @@ class TorchTrainer:
 
     def _passes(self, batch: TrainBatch) -> list[NDArray[np.int64] | None]:
         """Return the rows of each pass, starting with None for each pass that only another rank has."""
-        trainer, lengths = self._config.trainer, batch.sequence_lengths
-        cuts = (packed_passes if trainer.packing else padded_passes)(lengths, trainer.micro_tokens)
+        trainer, lengths, groups = self._config.trainer, batch.sequence_lengths, batch.group_ids
+        shared = shared_lengths(batch) if self._shares_prompts else np.zeros_like(lengths)
+        if self._shares_prompts:
+            cuts = shared_passes(lengths, shared, groups, trainer.micro_tokens)
+        else:
+            cuts = (packed_passes if trainer.packing else padded_passes)(lengths, trainer.micro_tokens)
+        for which in cuts:
+            tokens, squares = computed(lengths[which], shared[which], groups[which])
+            logits = int(batch.completion_lengths[which].sum()) if self._shares_prompts else tokens
+            self._flops.count(tokens=tokens, squares=squares, logits=logits)
         most = int(self._ranks.max(torch.tensor([len(cuts)]))[0])
         return [*[None] * (most - len(cuts)), *cuts]
 
+    def _can_share_prompts(self) -> bool:
+        """Return whether every rank can, and log the reason otherwise. Call it on every rank."""
+        forward, backward = partial(self._logits, last=False), partial(self.learner.backward, last=False)
+        reason = why_not_shared(self.model, forward, backward, self._ranks.device)
+        self.learner.clear()
+        if reason:
+            log.info("this model computes the prompt of a group once for each sample: %s", reason)
+        return not self._ranks.any(bool(reason))
+
     def _check_packing(self) -> None:
         """Raise ``ConfigError`` for a model that mixes the trajectories of a packed pass. Call it on every rank."""
-
-        def forward(**inputs: Tensor) -> Tensor:
-            logits: Tensor = self.learner.forward(last=False, use_cache=False, **inputs).logits
-            return logits
-
-        def backward(loss: Tensor) -> None:
-            self.learner.backward(loss, last=False)
-
+        forward, backward = partial(self._logits, last=False), partial(self.learner.backward, last=False)
         isolated = isolates_packed_rows(forward, backward, self.model.get_input_embeddings(), self._ranks.device)
         self.learner.clear()
         if not isolated:
@@ -344,13 +364,18 @@ class TorchTrainer:
 
     def _logprobs(self, batch: TrainBatch, which: NDArray[np.int64], *, last: bool) -> Tensor:
         """Return float32 [T]: the completion tokens of some rows, in the order of ``tokens_of``."""
-        trainer, temperature = self._config.trainer, self._config.rollout.temperature
+        forward, device, temperature = (
+            partial(self._logits, last=last),
+            self._ranks.device,
+            self._config.rollout.temperature,
+        )
+        if self._shares_prompts:
+            return shared_logprobs(forward, batch, which, device, temperature)
+        return completion_logprobs(forward, batch, which, device, temperature, packing=self._config.trainer.packing)
 
-        def forward(**inputs: Tensor) -> Tensor:
-            logits: Tensor = self.learner.forward(last=last, use_cache=False, **inputs).logits
-            return logits
-
-        return completion_logprobs(forward, batch, which, self._ranks.device, temperature, packing=trainer.packing)
+    def _logits(self, *, last: bool, **inputs: Any) -> Tensor:
+        logits: Tensor = self.learner.forward(last=last, use_cache=False, **inputs).logits
+        return logits
 
     def _idle_pass(self, batch: TrainBatch) -> Tensor:
         """Run a pass over the shortest row for the model's collectives; its gradient is zero."""
