@@ -63,7 +63,8 @@ def shared_passes(
         (rows,) = np.nonzero(groups == group)
         prompt, rests = int(shared[rows[0]]), lengths[rows] - shared[rows]
         whole = prompt + int(rests.sum()) <= micro_tokens
-        for part in [np.arange(len(rows))] if whole else packed_passes(rests, max(1, micro_tokens - prompt)):
+        split = [np.arange(len(rows))] if whole else packed_passes(np.maximum(rests, 1), max(1, micro_tokens - prompt))
+        for part in split:
             units.append(rows[part])
             costs.append(prompt + int(rests[part].sum()))
     cuts = packed_passes(np.array(costs, np.int64), micro_tokens)
