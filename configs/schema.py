@@ -521,11 +521,12 @@ class Trainer(Section, frozen=True, kw_only=True):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: a third more time, far less memory."""
     packing: bool = False
-    """Concatenate the trajectories of a pass in one row, without padding; ``micro_tokens`` then counts real tokens."""
+    """Concatenate the trajectories of a pass in one row, without padding; ``micro_tokens`` then counts real tokens. No
+    effect on a model for which ``share_prompts`` is in use."""
     share_prompts: bool = True
     """Compute the prompt of a group once, not once for each sample, and without padding; ``micro_tokens`` then counts
-    the remaining tokens. The gradient is the same up to rounding. The trainer tests its model at the start; one with
-    sliding windows, recurrent layers or attention biases trains without, and the log has the reason."""
+    the remaining tokens. The gradient is the same up to rounding. The trainer tests its model at the start: a model with
+    sliding windows, recurrent layers or attention biases trains without shared prompts, and the log has the reason."""
     steps: Positive = 100
     """Number of train steps of the whole run. It is the only key that ``--resume`` may change; a falling
     ``lr_schedule`` follows it."""
