@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
 """Measure forward and backward of one batch with padded passes, packed passes, and passes that share prompts, in turns.
 
-    python -m bench.shared_prompts MODEL                                         prompts of 30 to 60 tokens, 5 after them
-    python -m bench.shared_prompts MODEL --prompts 4 6 --answers 2 4 --groups 32 the shapes of the quickstart
+    python -m bench.shared_prompts MODEL                                          the shapes of configs/smollm2.toml
+    python -m bench.shared_prompts MODEL --prompts 4 6 --answers 2 4 --groups 32  the shapes of the quickstart
 
 ``MODEL`` is a model directory. Prints the minimum over the rounds, in seconds of the processor and of the clock; on a
 busy machine only the first is meaningful, with ``OMP_NUM_THREADS=1``.

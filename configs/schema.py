@@ -525,7 +525,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     effect on a model for which ``share_prompts`` is in use."""
     share_prompts: bool = True
     """Compute the prompt of a group once, not once for each sample, and without padding; ``micro_tokens`` then counts
-    the remaining tokens. The gradient is the same up to rounding. The trainer tests its model at the start: a model with
+    the remaining tokens. The gradient is the same up to rounding. The trainer tests its model at the start: one with
     sliding windows, recurrent layers or attention biases trains without shared prompts, and the log has the reason."""
     steps: Positive = 100
     """Number of train steps of the whole run. It is the only key that ``--resume`` may change; a falling
