@@ -58,7 +58,8 @@ def shared_passes(
 
     A group stays together if it fits ``micro_tokens``; otherwise it is split, and each part computes its prompt.
     """
-    units, costs = list[NDArray[np.int64]](), list[int]()
+    units: list[NDArray[np.int64]] = []
+    costs: list[int] = []
     for group in np.unique(groups):
         (rows,) = np.nonzero(groups == group)
         prompt, rests = int(shared[rows[0]]), lengths[rows] - shared[rows]
@@ -68,15 +69,15 @@ def shared_passes(
             units.append(rows[part])
             costs.append(prompt + int(rests[part].sum()))
     cuts = packed_passes(np.array(costs, np.int64), micro_tokens)
-    return [np.sort(np.concatenate([units[unit] for unit in cut])) for cut in cuts]
+    return [np.sort(np.concatenate([units[unit] for unit in cut.tolist()])) for cut in cuts]
 
 
 def computed(lengths: NDArray[np.int64], shared: NDArray[np.int64], groups: NDArray[np.int64]) -> tuple[int, int]:
-    """Return the tokens of a pass and the sum over them of twice their attended tokens.
+    """Return the number of tokens of a pass, and the number of its pairs of query and key times two.
 
     Without shared tokens these are the sums of the lengths and of their squares.
     """
-    _, first = np.unique(groups, return_index=True)
+    first: NDArray[np.intp] = np.unique(groups, return_index=True)[1]
     repeated = shared.copy()
     repeated[first] = 0
     return int((lengths - repeated).sum()), int((lengths**2 - repeated**2).sum())

@@ -37,11 +37,12 @@ def built(kind: str, **more: Any) -> Any:
     """A small random model, whose output depends strongly on its context."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    heads = {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
-    small = {"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 18}
+    heads: dict[str, Any] = {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
+    small: dict[str, Any] = {"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small |= {"pad_token_id": 18} | (heads if kind != "falcon" else {}) | more
     torch.manual_seed(7)
     build: Any = AutoModelForCausalLM.from_config
-    model = build(CONFIG_MAPPING[kind](**small | (heads if kind != "falcon" else {}) | more)).eval()
+    model = build(CONFIG_MAPPING[kind](**small)).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
