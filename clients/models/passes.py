@@ -69,7 +69,7 @@ def shared_passes(
             units.append(rows[part])
             costs.append(prompt + int(rests[part].sum()))
     cuts = packed_passes(np.array(costs, np.int64), micro_tokens)
-    return [np.sort(np.concatenate([units[unit] for unit in cut.tolist()])) for cut in cuts]
+    return [np.concatenate([units[int(unit)] for unit in cut]) for cut in cuts]
 
 
 def computed(lengths: NDArray[np.int64], shared: NDArray[np.int64], groups: NDArray[np.int64]) -> tuple[int, int]:
