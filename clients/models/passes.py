@@ -1,4 +1,4 @@
-"""Split trajectories into passes through a model: packed, without padding, or padded. NumPy only."""
+"""Split trajectories into passes through a model: padded, packed without padding, or with shared prompts."""
 
 import math
 
@@ -49,3 +49,35 @@ def padded_passes(lengths: NDArray[np.int64], micro_tokens: int) -> list[NDArray
         cuts.append(order[start : start + fits])
         start += fits
     return cuts
+
+
+def shared_passes(
+    lengths: NDArray[np.int64], shared: NDArray[np.int64], groups: NDArray[np.int64], micro_tokens: int
+) -> list[NDArray[np.int64]]:
+    """Return the rows of each pass as ``packed_passes``, where the rows of a group compute ``shared`` tokens only once.
+
+    A group stays together if it fits ``micro_tokens``; otherwise it is split, and each part computes its prompt.
+    """
+    units: list[NDArray[np.int64]] = []
+    costs: list[int] = []
+    for group in np.unique(groups):
+        (rows,) = np.nonzero(groups == group)
+        prompt, rests = int(shared[rows[0]]), lengths[rows] - shared[rows]
+        whole = prompt + int(rests.sum()) <= micro_tokens
+        split = [np.arange(len(rows))] if whole else packed_passes(np.maximum(rests, 1), max(1, micro_tokens - prompt))
+        for part in split:
+            units.append(rows[part])
+            costs.append(prompt + int(rests[part].sum()))
+    cuts = packed_passes(np.array(costs, np.int64), micro_tokens)
+    return [np.concatenate([units[int(unit)] for unit in cut]) for cut in cuts]
+
+
+def computed(lengths: NDArray[np.int64], shared: NDArray[np.int64], groups: NDArray[np.int64]) -> tuple[int, int]:
+    """Return the number of tokens of a pass, and the number of its pairs of query and key times two.
+
+    Without shared tokens these are the sums of the lengths and of their squares.
+    """
+    first: NDArray[np.intp] = np.unique(groups, return_index=True)[1]
+    repeated = shared.copy()
+    repeated[first] = 0
+    return int((lengths - repeated).sum()), int((lengths**2 - repeated**2).sum())

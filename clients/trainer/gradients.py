@@ -7,35 +7,22 @@ last one.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from staleflow.clients.models.passes import packed_passes, padded_passes
 from staleflow.clients.trainer.algorithms.objective import Objective, tokens_of
 from staleflow.clients.trainer.backends.base import Stopped, Stopping
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.learner import Learner
 from staleflow.clients.trainer.data.batch import TrainBatch, rows_of
+from staleflow.clients.trainer.model_passes import ModelPasses, RowIds
 from staleflow.clients.trainer.quarantine import GroupQuarantine
 from staleflow.configs.schema import Config
 
-RowIds = NDArray[np.int64]
 Passes = Sequence[RowIds | None]
 """The rows of each pass; None for a pass that only another rank has."""
-
-
-class Logprobs(Protocol):
-    """Score the completion tokens of some rows, in the order of ``tokens_of``."""
-
-    def __call__(self, batch: TrainBatch, which: RowIds, *, last: bool, entropy: bool = False) -> Tensor:
-        """Return float32 [T] log-probabilities, or [T, 2] with ``entropy``. ``last``: as in ``Learner.forward``."""
-        ...
-
-
 Visit = Callable[[RowIds, Tensor], None]
 """Receive the rows of a pass and their log-probabilities, float32 [T] without gradient."""
 
@@ -51,14 +38,14 @@ class Gradients:
         objective: Objective,
         quarantine: GroupQuarantine,
         ranks: OneRank | ManyRanks,
-        logprobs: Logprobs,
+        passes: ModelPasses,
     ) -> None:
         self._config = config
         self._learner = learner
         self._objective = objective
         self._quarantine = quarantine
         self._ranks = ranks
-        self._logprobs = logprobs
+        self._passes = passes
         self._wants_entropy = config.trainer.algorithm.entropy_coef > 0
         self._has_advantages = False
         """True if all rows of the current part have advantages; otherwise its passes have no effect."""
@@ -77,10 +64,7 @@ class Gradients:
 
     def passes(self, batch: TrainBatch, rows: RowIds | None = None) -> Passes:
         """Divide some rows (all if None) into passes, starting with None for each pass that only another rank has."""
-        trainer, lengths = self._config.trainer, batch.sequence_lengths
-        rows = np.arange(len(lengths)) if rows is None else rows
-        divide = packed_passes if trainer.packing else padded_passes
-        cuts = [rows[cut] for cut in divide(lengths[rows], trainer.micro_tokens)]
+        cuts = self._passes.plan(batch, np.arange(len(batch.rewards)) if rows is None else rows)
         most = int(self._ranks.max(torch.tensor([len(cuts)]))[0])
         return [*[None] * (most - len(cuts)), *cuts]
 
@@ -144,22 +128,22 @@ class Gradients:
     def _logprobs_or_quarantine(
         self, batch: TrainBatch, which: RowIds, *, last: bool, entropy: bool = False
     ) -> Tensor | None:
-        """Return ``Logprobs``, or None if a group makes the pass raise.
+        """Return ``ModelPasses.logprobs``, or None if a group makes the pass raise.
 
         Ranks that compute together cannot test a group alone, so with several ranks the error ends the process.
         """
         try:
-            return self._logprobs(batch, which, last=last, entropy=entropy)
+            return self._passes.logprobs(batch, which, last=last, entropy=entropy)
         except Exception as error:
             if not isinstance(self._ranks, OneRank):
                 raise
-            self._quarantine.record(batch, which, error, lambda rows: self._logprobs(batch, rows, last=False))
+            self._quarantine.record(batch, which, error, lambda rows: self._passes.logprobs(batch, rows, last=False))
             return None
 
     def _idle_pass(self, batch: TrainBatch, *, last: bool) -> Tensor:
         """Run a pass over the shortest row for the model's collectives; its gradient is zero."""
         shortest = np.argsort(batch.sequence_lengths, kind="stable")[:1]
-        return self._logprobs(batch, shortest, last=last).sum() * 0.0
+        return self._passes.logprobs(batch, shortest, last=last).sum() * 0.0
 
     def _check_stop(self, stopping: Stopping) -> None:
         if self._ranks.any(stopping()):

@@ -11,22 +11,16 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from staleflow.clients.models.files import checkpoint_gradients, load_model, save_model, save_streamed
 from staleflow.clients.models.lora import adapt, load_adapter, published, save_adapter
 from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.trainer.algorithms.objective import Objective
-from staleflow.clients.trainer.backends.attention import Attention
 from staleflow.clients.trainer.backends.base import (
     OutOfMemory,
     Published,
@@ -38,23 +32,17 @@ from staleflow.clients.trainer.backends.base import (
 )
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.flops import FlopsMeter
-from staleflow.clients.trainer.backends.forward import (
-    completion_logprobs,
-    ignores_padding,
-    isolates_packed_rows,
-)
 from staleflow.clients.trainer.backends.learner import Learner, make_learner
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
-from staleflow.clients.trainer.backends.output_layer import OutputLayer
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, open_model
 from staleflow.clients.trainer.backends.tensors import StreamedWeights, to_arrays
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.evaluation.held_out import Evaluation
 from staleflow.clients.trainer.evaluation.sharded import accompany, lead
 from staleflow.clients.trainer.gradients import Gradients
+from staleflow.clients.trainer.model_passes import ModelPasses
 from staleflow.clients.trainer.quarantine import GroupQuarantine
 from staleflow.clients.trainer.updates import Updates
-from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Step, Version
 from staleflow.protocols.wire.messages import ModelLimits
@@ -82,13 +70,12 @@ class TorchTrainer:
         self._ranks = ranks or OneRank(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self._objective = Objective(config, self._ranks.device, self._ranks)
         self._quarantine = GroupQuarantine(self._ranks)
-        self._attention = Attention(config, self._ranks.device)
-        self._output = OutputLayer(config.trainer.logit_chunk, config.rollout.temperature)
+        self._passes = ModelPasses(config, self._ranks)
         self._initial = False
         self._seconds = 0.0
         """Compute time of the current step so far."""
         self.load(None)
-        self._mask_padding = self._check_passes()
+        self._passes.check()
 
     @property
     def model(self) -> Any:
@@ -113,19 +100,19 @@ class TorchTrainer:
         if hasattr(self, "learner"):
             self._release_model()
         model, files = self._open(directory)
-        self._attention.apply(model)
-        self._output.apply(model)
+        self._passes.apply(model)
         if self._config.trainer.gradient_checkpointing:
             checkpoint_gradients(model)
         self._flops = FlopsMeter(model, self._ranks, self._config.model.dtype)
         self.learner = make_learner(self._config, model, self._ranks, files)
+        self._passes.use(self.learner, self._flops)
         self._gradients = Gradients(
             self._config,
             learner=self.learner,
             objective=self._objective,
             quarantine=self._quarantine,
             ranks=self._ranks,
-            logprobs=self._logprobs,
+            passes=self._passes,
         )
         self._initial = directory is None
         if directory is not None:
@@ -170,6 +157,7 @@ class TorchTrainer:
         on every rank, if groups make the step raise.
         """
         self._objective.begin()
+        self._flops.begin()
         self._seconds = 0.0
         if self._config.trainer.minibatches * self._config.trainer.epochs > 1:
             return self._train_in_updates(batch, step, stopping)
@@ -179,6 +167,7 @@ class TorchTrainer:
     def begin(self) -> None:
         """Start or restart a step in parts, without any gradient."""
         self._objective.begin()
+        self._flops.begin()
         self._seconds = 0.0
         self.learner.clear()
 
@@ -188,9 +177,10 @@ class TorchTrainer:
         try:
             passes = gradients.passes(part)
             gradients.take(part)
-            if self._objective.surveys:
-                gradients.survey(part, passes, stopping)
-            gradients.add(part, passes, stopping, last=last)
+            with self._passes.computing():
+                if self._objective.surveys:
+                    gradients.survey(part, passes, stopping)
+                gradients.add(part, passes, stopping, last=last)
             self._quarantine.raise_if_any(part)
         except Untrainable:
             self.learner.clear()
@@ -217,7 +207,7 @@ class TorchTrainer:
                 raise self._no_room_to_step(batch, error) from error
             raise
         values["grad_norm"] = norm
-        values |= self._flops.values(batch, self._seconds + time.monotonic() - started_at)
+        values |= self._flops.values(self._seconds + time.monotonic() - started_at)
         if bad := not_finite(loss=values["loss"], gradient_norm=norm):
             return StepResult(values=values, bad=bad)
         rate = self._rate(step, learns=learns)
@@ -252,6 +242,7 @@ class TorchTrainer:
     def _release_model(self) -> None:
         """Release the model before loading another, as two may not fit. Sharding leaves reference cycles for the gc."""
         self.learner.close()
+        self._passes.release()
         del self.learner, self._flops, self._gradients
         gc.collect()
 
@@ -303,14 +294,14 @@ class TorchTrainer:
             no_room_to_step=self._no_room_to_step,
         )
         try:
-            result = updates.take(batch, step, stopping)
+            with self._passes.computing():
+                result = updates.take(batch, step, stopping)
         except (MemoryError, RuntimeError) as error:
             if out_of_memory(error):
                 raise self._too_large(batch, error) from error
             raise
         values = batch_values(batch, self._ranks.gather) | result.values
-        for name, share in self._flops.values(batch, time.monotonic() - started_at).items():
-            values[name] = share * updates.passes
+        values |= self._flops.values(time.monotonic() - started_at)
         if not result.bad:
             values = self._rate(step, learns=values["trainer/tokens"] > 0) | values
         return StepResult(values=values, bad=result.bad)
@@ -322,51 +313,6 @@ class TorchTrainer:
         if self._ranks.place.leads:
             log.warning("step %d: no token to train; batch consumed, weights unchanged", step)
         return {}
-
-    def _check_passes(self) -> bool:
-        """Return whether padded passes need a mask. Call it on every rank.
-
-        Raise ``ConfigError`` for a model that mixes the trajectories of a packed pass.
-        """
-
-        forward = partial(self._logits, last=False)
-        self._output.check(self.model, forward, self._ranks.device, self._ranks.any)
-
-        def backward(loss: Tensor) -> None:
-            self.learner.backward(loss, last=False)
-
-        def passes(check: Callable[..., bool], **more: bool) -> bool:
-            passed = check(forward, backward, self.model.get_input_embeddings(), self._ranks.device, **more)
-            self.learner.clear()
-            return passed
-
-        if not self._config.trainer.packing:
-            if needed := not passes(ignores_padding):
-                log.info("padded passes use an attention mask, since this model's output depends on padding")
-            return needed
-        while not passes(isolates_packed_rows, boundaries=self._attention.takes_boundaries(self.model)):
-            if not self._attention.fall_back(self.model):
-                raise ConfigError("trainer.packing", True, "this model mixes packed trajectories; set it to false")
-        return False
-
-    def _logprobs(self, batch: TrainBatch, which: NDArray[np.int64], *, last: bool, entropy: bool = False) -> Tensor:
-        """Return float32 [T]: the completion tokens of some rows, in the order of ``tokens_of``.
-
-        ``entropy``: return [T, 2] instead, log-probabilities and entropies.
-        """
-        return completion_logprobs(
-            self._output.score(partial(self._logits, last=last), entropy=entropy),
-            batch,
-            which,
-            self._ranks.device,
-            packing=self._config.trainer.packing,
-            mask_padding=self._mask_padding,
-            boundaries=self._attention.takes_boundaries(self.model),
-        )
-
-    def _logits(self, *, last: bool, **inputs: Any) -> Tensor:
-        logits: Tensor = self.learner.forward(last=last, use_cache=False, **inputs).logits
-        return logits
 
     def _too_large(self, batch: TrainBatch, error: Exception) -> OutOfMemory:
         micro = self._config.trainer.micro_tokens

@@ -68,14 +68,6 @@ class Updates:
         self._no_room_to_copy = no_room_to_copy
         self._no_room_to_step = no_room_to_step
 
-    @property
-    def passes(self) -> float:
-        """The computation of a step in units of one forward and backward pass over the batch.
-
-        A pass without gradient, for the old log-probabilities, is a third of one.
-        """
-        return self._config.trainer.epochs + 1 / 3
-
     def take(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
         """Take all updates and return their metrics, or take none and raise or return ``bad``. Raises as ``train``."""
         self._start(batch, stopping)

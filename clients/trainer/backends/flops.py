@@ -3,11 +3,9 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from staleflow.clients.trainer.backends.collectives import Ranks
-from staleflow.clients.trainer.data.batch import TrainBatch
 
 PEAKS: dict[str, tuple[float, float]] = {
     "H200": (989e12, 67e12),
@@ -45,13 +43,12 @@ def peak_flops(device: str, dtype: str) -> float | None:
     return None
 
 
-def step_flops(parameters: float, layers: int, width: int, lengths: np.ndarray) -> float:
-    """Return the FLOPs of forward and backward over sequences of these lengths.
+def step_flops(parameters: float, layers: int, width: int, *, tokens: int, squares: int) -> float:
+    """Return the FLOPs of forward and backward over sequences of these total and squared lengths.
 
     ``6 P`` per token, plus ``6 layers width n^2`` per sequence for causal attention (12 without causality).
     """
-    tokens = lengths.astype(np.float64)
-    return float(6.0 * parameters * tokens.sum() + 6.0 * layers * width * (tokens**2).sum())
+    return 6.0 * parameters * tokens + 6.0 * layers * width * squares
 
 
 def active_parameters(model: Any, config: Any) -> float | None:
@@ -82,6 +79,9 @@ class FlopsMeter:
         looked_up = 0 if tied else _work(model.get_input_embeddings().weight)  # a lookup performs no multiplication
         active = active_parameters(model, config)
         self._parameters = None if active is None else active - looked_up
+        head = model.get_output_embeddings()
+        self._head = 0.0 if head is None else _work(head.weight)
+        self._flops = 0.0
         self._layers = config.num_hidden_layers
         heads = config.num_attention_heads
         self._width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -89,10 +89,27 @@ class FlopsMeter:
         cuda = ranks.device.type == "cuda"
         self._peak = peak_flops(torch.cuda.get_device_name(ranks.device), dtype) if cuda else None
 
-    def values(self, batch: TrainBatch, seconds: float) -> dict[str, float]:
+    @property
+    def measures(self) -> bool:
+        """True if the peak and the active parameters are known."""
+        return self._peak is not None and self._parameters is not None
+
+    def begin(self) -> None:
+        """Start or restart a step."""
+        self._flops = 0.0
+
+    def count(self, *, tokens: int, squares: int, logits: int, share: float = 1.0) -> None:
+        """Count a pass of this rank, with logits for that many of its tokens.
+
+        ``share``: of forward and backward; a third for a pass without gradient.
+        """
+        if self._parameters is not None:
+            flops = step_flops(self._parameters, self._layers, self._width, tokens=tokens, squares=squares)
+            self._flops += share * (flops - 6.0 * self._head * (tokens - logits))
+
+    def values(self, seconds: float) -> dict[str, float]:
         """Return ``perf/mfu`` of a step over all ranks; empty if the peak or the active parameters are unknown."""
         if self._peak is None or self._parameters is None:
             return {}
-        flops = step_flops(self._parameters, self._layers, self._width, batch.sequence_lengths)
-        total = float(self._ranks.sum(torch.tensor([flops], dtype=torch.float64))[0])
+        total = float(self._ranks.sum(torch.tensor([self._flops], dtype=torch.float64))[0])
         return {"perf/mfu": total / (max(seconds, 1e-9) * self._peak * self._ranks.place.world)}

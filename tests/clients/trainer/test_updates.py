@@ -44,7 +44,9 @@ def checked(rewards, group_ids):
 
 
 def trainer(directory: Path, *, minibatches: int = 2, epochs: int = 2, **keys: Any) -> TorchTrainer:
-    return TorchTrainer(config(batch_size=GROUPS, minibatches=minibatches, epochs=epochs, **keys), directory)
+    """Without shared prompts, whose rounding is not that of a hand-written loop."""
+    keys = {"batch_size": GROUPS, "minibatches": minibatches, "epochs": epochs, "share_prompts": False} | keys
+    return TorchTrainer(config(**keys), directory)
 
 
 def data(step: int) -> TrainBatch:
@@ -131,6 +133,15 @@ def test_a_step_is_that_of_a_hand_written_ppo_loop(model_directory: Path, miniba
     assert (clipped > 0) == (len(updates) > 1), "the clip has an effect"
     assert (values["clip/low"] + values["clip/high"] > 0) == (clipped > 0)
     assert values.get("trainer/updates", 1.0) == len(updates)
+
+
+def test_updates_with_shared_prompts_are_those_without(model_directory: Path) -> None:
+    with_own, with_shared = (
+        trainer(model_directory, share_prompts=shared).train(data(0), Step(0), going_on).values
+        for shared in (False, True)
+    )
+    assert with_shared["approx_kl"] > 0
+    assert with_shared == pytest.approx(with_own, rel=1e-3, abs=1e-5)
 
 
 def test_a_step_of_one_update_has_the_bits_of_a_plain_loop(model_directory: Path) -> None:
@@ -285,7 +296,7 @@ def test_a_stop_request_at_any_pass_undoes_the_step(model_directory: Path, dtype
     """Each update has two passes, as has the pass without gradient before them."""
     import msgspec
 
-    settings = config(batch_size=GROUPS, minibatches=2, epochs=1, micro_tokens=70)
+    settings = config(batch_size=GROUPS, minibatches=2, epochs=1, micro_tokens=70, share_prompts=False)
     settings = msgspec.structs.replace(settings, model=msgspec.convert({"dtype": dtype}, type(settings.model)))
     one, before, looks = TorchTrainer(settings, model_directory), {}, 0
     while True:

@@ -4,7 +4,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,7 +23,7 @@ def test_a_peak_is_found_by_the_devices_name_and_dtype() -> None:
 
 
 def test_a_step_costs_six_operations_a_parameter_and_token_and_its_attention() -> None:
-    assert step_flops(1000, 2, 8, np.array([10, 20])) == 6 * 1000 * 30 + 6 * 2 * 8 * (100 + 400)
+    assert step_flops(1000, 2, 8, tokens=10 + 20, squares=100 + 400) == 6 * 1000 * 30 + 6 * 2 * 8 * (100 + 400)
 
 
 def test_a_cpu_has_no_utilisation(model_directory: Path) -> None:
@@ -39,8 +38,13 @@ def test_a_step_that_took_no_longer_than_its_arithmetic_used_all_of_the_device(
     speed = FlopsMeter(TorchTrainer(config(), model_directory).model, ranks, "float32")
     monkeypatch.setattr(speed, "_peak", 1e6)
     embeddings, layer = 20 * 32, 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 16 + 2 * 32
-    flops = step_flops(embeddings + 2 * layer + 32, 2, 32, data.sequence_lengths)
-    assert speed.values(data, flops / 1e6)["perf/mfu"] == pytest.approx(1.0)
+    work = {"tokens": int(data.sequence_lengths.sum()), "squares": int((data.sequence_lengths**2).sum())}
+    flops = step_flops(embeddings + 2 * layer + 32, 2, 32, **work)
+    speed.count(**work, logits=work["tokens"])
+    assert speed.values(flops / 1e6)["perf/mfu"] == pytest.approx(1.0)
+    speed.begin()
+    speed.count(**work, logits=0)
+    assert speed.values(flops / 1e6)["perf/mfu"] == pytest.approx(1.0 - 6 * embeddings * work["tokens"] / flops)
 
 
 def mixture(**more: Any) -> Any:
@@ -79,7 +83,7 @@ def test_a_mixture_that_does_not_say_how_many_experts_a_token_has_gives_no_utili
     unknown = FlopsMeter(model, ranks, "float32")
     for speed in (known, unknown):
         monkeypatch.setattr(speed, "_peak", 1e6)
-    assert ("perf/mfu" in known.values(batch(0), 1.0), unknown.values(batch(0), 1.0)) == (True, {})
+    assert ("perf/mfu" in known.values(1.0), unknown.values(1.0)) == (True, {})
 
 
 def test_experts_that_only_the_configuration_tells_of_cannot_be_counted(model_directory: Path) -> None:

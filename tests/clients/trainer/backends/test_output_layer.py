@@ -121,7 +121,7 @@ def test_a_model_that_scales_or_caps_its_logits_uses_whole_ones(
         logits: Tensor = trainer.model(use_cache=False, **inputs).logits
         return logits
 
-    score = trainer._output.score(forward)
+    score = trainer._passes._output.score(forward)
     found, expected = (gradients(trainer.model, each, packing=False) for each in (score, from_logits(forward, 1.0)))
     assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
 

@@ -104,7 +104,7 @@ def test_no_tensor_of_a_packed_pass_grows_with_its_tokens_squared() -> None:
 
 def test_a_trainer_uses_it_and_its_engine_generates_as_before(model_directory: Path) -> None:
     padded = TorchTrainer(config(), model_directory)
-    packed = TorchTrainer(config(packing=True), model_directory)
+    packed = TorchTrainer(config(packing=True, share_prompts=False), model_directory)
     sampling = Sampling(max_new_tokens=8)
     written = []
     for trainer in (padded, packed):
@@ -124,7 +124,7 @@ def test_a_model_that_gives_no_boundaries_to_its_attention_packs_with_a_dense_ma
 
     monkeypatch.setitem(AttentionInterface._global_mapping, NAME, without_boundaries)
     with caplog.at_level(logging.INFO):
-        trainer = TorchTrainer(config(packing=True), model_directory)
+        trainer = TorchTrainer(config(packing=True, share_prompts=False), model_directory)
     assert "dense attention mask" in caplog.text
     padded = TorchTrainer(config(), model_directory)
     first, second = (each.train(batch(0), Step(0), lambda: False).values["loss"] for each in (padded, trainer))
@@ -136,7 +136,7 @@ def test_a_model_that_gives_no_boundaries_to_its_attention_packs_with_a_dense_ma
 
 @pytest.mark.parametrize(("name", "dense"), [("sdpa", False), ("eager", True)])
 def test_the_implementation_is_chosen_by_name(model_directory: Path, name: str, dense: bool) -> None:
-    trainer = TorchTrainer(config(packing=True, attention=name), model_directory)
+    trainer = TorchTrainer(config(packing=True, attention=name, share_prompts=False), model_directory)
     assert trainer.model.config._attn_implementation == (name if dense else NAME)
 
 

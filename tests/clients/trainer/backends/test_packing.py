@@ -63,8 +63,8 @@ def test_packed_log_probabilities_are_the_padded_ones(model_directory: Path, att
 
 
 def test_a_step_of_packed_passes_is_the_step_of_padded_ones(model_directory: Path) -> None:
-    padded = TorchTrainer(config(micro_tokens=40), model_directory)
-    packed = TorchTrainer(config(micro_tokens=40, packing=True), model_directory)
+    padded = TorchTrainer(config(micro_tokens=40, share_prompts=False), model_directory)
+    packed = TorchTrainer(config(micro_tokens=40, packing=True, share_prompts=False), model_directory)
     first = padded.train(batch(0), Step(0), lambda: False).values
     assert packed.train(batch(0), Step(0), lambda: False).values == pytest.approx(first, rel=1e-4, abs=1e-6)
     for (name, left), right in zip(padded.weights().items(), dict(packed.weights().items()).values(), strict=True):
@@ -78,7 +78,7 @@ PACKED = ["qwen3", "mixtral", "opt", "lfm2"]
 def test_an_architecture_that_would_mix_packed_trajectories_is_refused(tmp_path: Path, kind: str, dtype: str) -> None:
     """An architecture whose experts get other numbers of tokens beside another row is accepted: the difference is
     rounding."""
-    table = msgspec.to_builtins(config(packing=True)) | {"model": {"dtype": dtype}}
+    table = msgspec.to_builtins(config(packing=True, share_prompts=False)) | {"model": {"dtype": dtype}}
     settings, directory = msgspec.convert(table, Config), built(kind, tmp_path)
     if kind == "lfm2":
         with pytest.raises(ConfigError, match=r"trainer\.packing is true; this model mixes packed"):
