@@ -50,7 +50,7 @@ def place(config: Config, available: int) -> Placement:
     widest = max((gpus_of_engine(pool.config) for pool in pools(config)), default=0)
     trainer = list(config.trainer.gpus) or _trainer(config, everything, widest)
     free = [gpu for gpu in everything if gpu not in trainer]
-    shared = next((gpus for gpus in (config.rollout.gpus, free, everything) if len(gpus) >= widest), [])
+    shared = next((gpus for gpus in (config.rollout.gpus, free, everything) if len(gpus) >= widest), list[int]())
     rollout = list(_engines(config, shared))
     engines = {gpu for gpus in rollout for gpu in gpus}
     unused, without_engine = ([gpu for gpu in gpus if gpu not in engines] for gpus in (free, trainer))

@@ -591,8 +591,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     share_prompts: bool = True
     """Compute the prompt of a group once, not once for each sample, and without padding; ``micro_tokens`` then counts
     the remaining tokens. The gradient is the same up to rounding. The trainer tests its model at the start: one with
-    sliding windows, recurrent layers or attention biases trains without shared prompts, and the log has the reason. No effect
-    with an ``attention`` other than ``auto`` and ``sdpa``, which it replaces."""
+    sliding windows, recurrent layers or attention biases trains without shared prompts, and the log has the reason. No
+    effect with an ``attention`` other than ``auto`` and ``sdpa``, which it replaces."""
     attention: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "eager"] = "auto"
     """Attention of the trained model, by its name in ``transformers``. ``sdpa`` computes each trajectory of a packed
     pass alone; ``eager``, and models that need it, use a dense mask of the pass's tokens squared. ``flash_attention_2``

@@ -1,3 +1,4 @@
+# pyright: basic, reportMissingImports=false
 """The optimizer follows AdamW's formula on float32 masters, and resumes from its own state bit by bit."""
 
 from typing import Any

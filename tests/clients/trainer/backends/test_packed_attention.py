@@ -79,9 +79,10 @@ def test_values_and_gradients_are_those_of_the_padded_pass(kind: str) -> None:
 def test_no_tensor_of_a_packed_pass_grows_with_its_tokens_squared() -> None:
     """sdpa keeps a dense mask of 64 MiB in float32 for 4,096 tokens."""
     torch.manual_seed(7)
-    sizes = SMALL | {"hidden_size": 16, "head_dim": 4, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = SMALL | {"hidden_size": 16, "head_dim": 4, "intermediate_size": 16, "num_hidden_layers": 1}
     build: Any = AutoModelForCausalLM.from_config
-    policy, rows, length = build(CONFIG_MAPPING["llama"](**sizes | {"max_position_embeddings": 2048})), 4, 1024
+    kind: Any = CONFIG_MAPPING["llama"]
+    policy, rows, length = build(kind(**sizes | {"max_position_embeddings": 2048})), 4, 1024
     ids, positions = torch.arange(rows * length)[None] % 20, torch.arange(length).repeat(rows)[None]
     ends = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
     largest = [0]
