@@ -1,4 +1,4 @@
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportPrivateImportUsage=false
 # mypy: disable-error-code="no-untyped-call"
 """One way to train, in a process of its own: ``python -m bench.trainer_ways WAY MODEL SHAPE THREADS STEPS``.
 
@@ -122,7 +122,7 @@ def trl(directory: Path, shape: Shape, measure: Measure, steps: int) -> None:
             self._open: Any = None
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            batches.append(batch(shape, len(batches), trainer.model.config.vocab_size))
+            batches.append(batch(shape, len(batches), vocabulary))
             self._open = measure.step()
             self._open.__enter__()
 
@@ -157,6 +157,8 @@ def trl(directory: Path, shape: Shape, measure: Measure, steps: int) -> None:
             args=arguments,
             train_dataset=Dataset.from_list([{"prompt": "1"}] * (rows * (steps + 1))),
         )
+        model: Any = trainer.model
+        vocabulary = int(model.config.vocab_size)
         trainer.add_callback(Clock())
         trainer.train()
 

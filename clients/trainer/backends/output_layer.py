@@ -63,8 +63,9 @@ class OutputLayer:
     def apply(self, model: Any) -> None:
         """Replace the ``forward`` of a loaded model's output layer, before a backend wraps the model."""
         layer: Any = model.get_output_embeddings()
+        kind: type = type(layer)
         # Other kinds, such as LoRA's, consist of modules whose weights ZeRO would gather once for each chunk.
-        self._whole = self._whole or type(layer) is not nn.Linear
+        self._whole = self._whole or kind is not nn.Linear
         if self._whole:
             return
         logits_of = layer.forward
