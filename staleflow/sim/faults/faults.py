@@ -145,7 +145,7 @@ class Faults:
             self._world.history.paused.append(paused)
 
         def over() -> None:
-            paused.until_s = self._world.conductor.now_s
+            paused.until_s = min(paused.until_s, self._world.conductor.now_s)  # earlier if it was killed meanwhile
             if silent is not None:
                 silent.until_s = self._world.conductor.now_s
             self._world.conductor.resume(process)

@@ -223,6 +223,9 @@ class World:
         serving = self.history.serving
         if node.role == "scheduler" and serving and serving[-1].until_s == float("inf"):
             serving[-1].until_s = self.conductor.now_s
+        if node.role == "scheduler":
+            for interval in self.history.paused:  # the scheduler that is started next is not paused
+                interval.until_s = min(interval.until_s, self.conductor.now_s)
         error, server = process.error, node.disk is not None or node.role in ("parameters", "relay")
         if error is not None:
             kind = f"{node.role}: {type(error).__name__}"
