@@ -39,7 +39,7 @@ def test_the_last_part_of_a_key_is_enough(cli: Cli) -> None:
 
 def test_without_a_key_every_table_is_named(cli: Cli) -> None:
     named = [line for line in cli("explain").out.splitlines() if line.startswith("[")]
-    assert named[:4] == ["[model]", "[prompts]", "[prompts.sources]", "[environment]"]
+    assert named[:4] == ["[model]", "[model.lora]", "[prompts]", "[prompts.sources]"]
     assert "[rollout.vllm]" in named
 
 

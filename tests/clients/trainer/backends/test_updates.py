@@ -49,7 +49,7 @@ def test_ranks_take_the_updates_of_one_and_undo_a_step_together(
     model_directory: Path, tmp_path: Path, backend: str, stage: int, nproc: int
 ) -> None:
     """Step 1 is not finite from its second update on, or its third; step 2 is stopped between its passes."""
-    keys: dict[str, Any] = {"minibatches": GROUPS, "epochs": 2, "batch_size": GROUPS}
+    keys: dict[str, Any] = {"minibatches": GROUPS, "epochs": 2, "batch_size": GROUPS, "share_prompts": False}
     alone = TorchTrainer(settings(**keys), model_directory)
     expected = {step: alone.train(batch(step), Step(step), going_on).values for step in (0, 3)}
     task: dict[str, Any] = {"steps": STEPS, "bad": [1], "stopped": [2], "looks": 9}
