@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false, reportPrivateImportUsage=false
-# mypy: disable-error-code="no-untyped-call"
+# mypy: disable-error-code="no-untyped-call, misc"
 """One way to train, in a process of its own: ``python -m bench.trainer_ways WAY MODEL SHAPE THREADS STEPS``.
 
 Prints one JSON object: median seconds and peak memory of the steps after the first, tokens of a step, share of matmul.
