@@ -10,9 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from staleflow.configs.algorithm import Algorithm
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.rewards import components
-from staleflow.configs.schema import Algorithm, Config, Stage
+from staleflow.configs.schema import Config, Stage
 from staleflow.protocols.wire.stages import (
     CRITIC,
     ENVIRONMENT,

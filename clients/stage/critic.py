@@ -27,7 +27,8 @@ from staleflow.clients.stage.model_stage import Ended, Stopping
 from staleflow.clients.stage.reference import Limits, finite, on_device, within
 from staleflow.clients.stage.sequences import rows_of
 from staleflow.clients.stage.worker import StageGroup, StageOutcome
-from staleflow.configs.schema import Algorithm, Config
+from staleflow.configs.algorithm import Algorithm
+from staleflow.configs.schema import Config
 from staleflow.protocols.wire.stages import REWARD_COLUMN, STAGE
 from staleflow.protocols.wire.trajectory import GroupPayload
 

@@ -8,8 +8,9 @@ from typing import Final, Literal
 
 import msgspec
 
+from staleflow.configs.algorithm import Algorithm
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.schema import Algorithm, Config, Trainer
+from staleflow.configs.schema import Config, Trainer
 
 ADVANTAGES: Final = ("dr_grpo", "gae", "grpo", "none", "reinforce_pp", "reinforce_pp_baseline", "rloo")
 LOSSES: Final = ("aipo", "cispo", "dppo", "gmpo", "gspo", "m2po", "opsm", "ppo_clip")

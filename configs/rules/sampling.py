@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from staleflow.configs.algorithm import Algorithm
 from staleflow.configs.errors import shown
 from staleflow.configs.rules.algorithm import TO_OLD
-from staleflow.configs.schema import Algorithm, Config, Rollout
+from staleflow.configs.schema import Config, Rollout
 
 SHAPING = ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 """Keys that change the engines' distribution and not the trainer's. The trainer divides by ``temperature`` as well."""

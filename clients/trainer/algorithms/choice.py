@@ -19,9 +19,9 @@ from torch import Tensor
 from staleflow.clients.trainer.algorithms import advantages, corrections, dppo, geometric, losses, sequence_losses, veto
 from staleflow.clients.trainer.algorithms.corrections import Correction
 from staleflow.clients.trainer.algorithms.losses import TokenLoss
+from staleflow.configs.algorithm import Algorithm
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.imports import load_object
-from staleflow.configs.schema import Algorithm
 
 GROUP_ADVANTAGES: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "grpo": advantages.grpo,

@@ -5,12 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from staleflow.configs.algorithm import Algorithm
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.load import load
 from staleflow.configs.loading.presence import present
 from staleflow.configs.rules.algorithm import ADVANTAGES, LOSSES, check_algorithm, filter_of, warnings
 from staleflow.configs.rules.checks import import_paths
-from staleflow.configs.schema import Algorithm
 from tests.configs.conftest import MINIMAL, Write
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from staleflow.configs.schema import Algorithm
+from staleflow.configs.algorithm import Algorithm
 
 MAX_AGE = 3
 

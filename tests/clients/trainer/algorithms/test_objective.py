@@ -14,9 +14,10 @@ import torch
 
 from staleflow.clients.trainer.algorithms.objective import LOCAL, REFERENCE, VALUES, Objective, Reduce, tokens_of
 from staleflow.clients.trainer.data.batch import NO_VERSION, TrainBatch
+from staleflow.configs.algorithm import Algorithm
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.rules.algorithm import LOSSES
-from staleflow.configs.schema import Algorithm, Config
+from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import BatchId, Lineage
 from staleflow.protocols.consistency.ids import Step as StepNumber
 from tests.clients.trainer.algorithms import literal

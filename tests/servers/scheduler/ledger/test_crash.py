@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from staleflow.configs.algorithm import Algorithm
 from staleflow.configs.loading.load import write_resolved
-from staleflow.configs.schema import Algorithm, Config, Model
+from staleflow.configs.schema import Config, Model
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Version

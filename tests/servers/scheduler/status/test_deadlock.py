@@ -5,7 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from staleflow.configs.schema import Algorithm, Config, Prompts, Stage
+from staleflow.configs.algorithm import Algorithm
+from staleflow.configs.schema import Config, Prompts, Stage
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import Step, WorkerId
 from staleflow.protocols.wire.messages import GetBatch, Refusal, Reply, StageFailing, StageLoad, StageLoads
