@@ -11,7 +11,7 @@ instances therefore never exchange groups in one cycle, however many samples wai
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from heapq import nlargest, nsmallest
 from typing import Literal
 
@@ -71,6 +71,15 @@ MIGRATIONS: dict[Migration, Callable[[Snapshot, float, Collection[WorkerId]], li
 def move(snapshot: Snapshot, migration: Migration, gap: float, given: Collection[WorkerId]) -> list[Move]:
     """Return the moves of this cycle. ``given``: instances that start new groups now; nothing moves to them."""
     return MIGRATIONS[migration](snapshot, gap, given)
+
+
+def place_for(free: Mapping[WorkerId, int]) -> WorkerId | None:
+    """Return the instance that takes over a group that its own instance gives up unasked; None without any.
+
+    ``free``: free places of each instance that can continue the group. The one with most free places takes it, even if
+    it has none now: then the group waits for its next one.
+    """
+    return max(free, key=free.__getitem__, default=None)
 
 
 def _moves(

@@ -17,6 +17,7 @@ from staleflow.protocols.consistency.groups import GroupView, State
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import RegisterRelease
 from staleflow.protocols.wire.messages.status import Hold
+from staleflow.servers.scheduler.coordination.instance import Instance
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 
@@ -154,6 +155,14 @@ class Backoff:
     def on_hold(self, worker: WorkerId) -> bool:
         """Return whether an instance may start no groups for now."""
         return self.on_trial(worker) and self._interpreter.clock.now_ms() < self._streaks[worker].until_ms
+
+    def may_start(self, instance: Instance) -> bool:
+        """Return whether an instance may start groups: not on hold, nor playing an evaluation of other weights."""
+        return not self.on_hold(instance.worker) and instance.pinned in (None, instance.loaded())
+
+    def capacity(self, instance: Instance) -> int:
+        """Return the maximum number of groups of an instance: ``PROBE`` between two holds."""
+        return PROBE if self.on_trial(instance.worker) else instance.capacity
 
     def on_trial(self, worker: WorkerId) -> bool:
         """Return whether an instance is restricted: on hold, or limited to ``PROBE`` concurrent groups.

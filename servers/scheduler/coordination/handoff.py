@@ -4,9 +4,10 @@ from staleflow.protocols.consistency.effects import Code, Rejected
 from staleflow.protocols.consistency.events import Migrate
 from staleflow.protocols.consistency.groups import GroupView, State
 from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.coordination.migration import place_for
 from staleflow.protocols.coordination.view import Move
 from staleflow.protocols.wire.messages import RegisterYield, Result
-from staleflow.servers.scheduler.coordination.backoff import PROBE, Backoff
+from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.instance import Instance
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
@@ -52,16 +53,16 @@ class Handoffs:
         return None
 
     def _choose(self, group_view: GroupView, op: RegisterYield) -> Move | Result | None:
-        """Return a move to the instance with the most free places that can continue the group; None if there is none.
+        """Return a move to an instance that can continue the group; None if there is none.
 
         If each of them is full, reserve the next free place of one, which starts no other group meanwhile, and return
         ``busy``: the worker asks again. An engine that is always given as many groups as it can hold would otherwise
         never take one over.
         """
         free = {i.worker: self._free(i) for i in self._instances if self._may_take(i, group_view, op)}
-        if not free:
+        if (to := place_for(free)) is None:
             return None
-        to, written = max(free, key=free.__getitem__), self._instances.moves.written(op.group)
+        written = self._instances.moves.written(op.group)
         order = Move(group=op.group, lease=op.lease, worker=group_view.worker, to=to, written=written)
         if free[to] > 0:
             return order
@@ -70,13 +71,13 @@ class Handoffs:
 
     def _may_take(self, instance: Instance, group_view: GroupView, op: RegisterYield) -> bool:
         """Return whether an instance could take over the group once it has a free place."""
-        restricted = self._backoff.on_hold(instance.worker) or instance.pinned not in (None, instance.loaded())
-        return instance.worker != group_view.worker and not restricted and self._can_continue(instance.worker, op)
+        other = instance.worker != group_view.worker
+        return other and self._backoff.may_start(instance) and self._can_continue(instance.worker, op)
 
     def _free(self, instance: Instance) -> int:
         """Return how many more groups an instance may get."""
-        capacity = PROBE if self._backoff.on_trial(instance.worker) else instance.capacity
-        return capacity - len(instance.leases) - self._instances.moves.coming(instance.worker)
+        moves = self._instances.moves
+        return self._backoff.capacity(instance) - len(instance.leases) - moves.coming(instance.worker)
 
     def _can_continue(self, to: WorkerId, op: RegisterYield) -> bool:
         """Return whether the target is attached and has weights that may continue the output.

@@ -11,7 +11,7 @@ from staleflow.protocols.consistency.limits import Bound
 from staleflow.protocols.coordination import view
 from staleflow.protocols.coordination.view import Flight, Next, Snapshot
 from staleflow.protocols.wire.messages import Assign
-from staleflow.servers.scheduler.coordination.backoff import PROBE, Backoff
+from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.costs import Costs
 from staleflow.servers.scheduler.coordination.instance import Instance
 from staleflow.servers.scheduler.coordination.instances import Instances
@@ -174,11 +174,11 @@ class Snapshots:
             behind=instance.pinned is None and newest >= 0 and not (same_lineage and stats.version == newest),
             pulling=instance.pulling(now_ms),
             stuck=instance.stuck,
-            on_hold=self._backoff.on_hold(instance.worker) or instance.pinned not in (None, instance.loaded()),
+            on_hold=not self._backoff.may_start(instance),
             held=len(instance.leases) + coming,
             coming=coming,
             ordered=sum([type(command) is Assign for command in pending]) if pending else 0,
-            capacity=PROBE if self._backoff.on_trial(instance.worker) else instance.capacity,
+            capacity=self._backoff.capacity(instance),
             running=stats.running,
             waiting=stats.waiting,
             slots=stats.slots,

@@ -50,6 +50,14 @@ class Crowd:
         assert self.a.told == [Yield(lease=self.newest.lease)]
         return self.newest
 
+    def write_with_newer_weights(self) -> None:
+        """Let a finish its other group and load version 1, which b does not."""
+        (other,) = (assign for assign in self.a.held.values() if assign != self.newest)
+        self.a.finish(other.group)
+        self.b.loads = False
+        self.table.train()
+        self.a.report()
+
     def moved(self) -> Assign:
         """Complete that move; return the assignment of b."""
         left = self.told()
@@ -189,11 +197,7 @@ def test_a_group_that_is_given_up_unasked_gets_the_next_place_of_a_full_worker(w
 
 def test_a_group_that_is_given_up_unasked_never_goes_to_older_weights(table: Table) -> None:
     crowd = Crowd(table)
-    crowd.b.loads = False
-    (other,) = (assign for assign in crowd.a.held.values() if assign != crowd.newest)
-    crowd.a.finish(other.group)
-    table.train()
-    crowd.a.report()
+    crowd.write_with_newer_weights()
     assert (crowd.a.stats.version, crowd.b.stats.version) == (1, 0)
     assert crowd.a.give_up(crowd.newest, version=1, any_target=True) is Code.DENIED
     assert crowd.a.give_up(crowd.newest, version=0, any_target=True) is None
@@ -202,11 +206,7 @@ def test_a_group_that_is_given_up_unasked_never_goes_to_older_weights(table: Tab
 def test_when_the_target_of_an_ordered_move_has_older_weights_the_worker_may_ask_for_another(table: Table) -> None:
     crowd = Crowd(table)
     left = crowd.told()
-    (other,) = (assign for assign in crowd.a.held.values() if assign != left)
-    crowd.a.finish(other.group)
-    crowd.b.loads = False
-    table.train()
-    crowd.a.report()
+    crowd.write_with_newer_weights()
     newer = Seat(table, "newer", capacity=1)
     assert crowd.a.give_up(left, version=1, any_target=True) is None
     newer.report()
@@ -234,11 +234,7 @@ def test_a_target_whose_weights_are_older_than_what_wrote_last_is_none(table: Ta
     """a has loaded version 1 meanwhile and written with it; b has not."""
     crowd = Crowd(table)
     left = crowd.told()
-    (other,) = (assign for assign in crowd.a.held.values() if assign != left)
-    crowd.a.finish(other.group)
-    crowd.b.loads = False
-    table.train()
-    crowd.a.report()
+    crowd.write_with_newer_weights()
     assert (crowd.a.stats.version, crowd.b.stats.version) == (1, 0)
     assert crowd.a.give_up(left, version=1) is Code.DENIED
     assert table.push(left, "a", [(0, 3), (1, 3)]) is None
