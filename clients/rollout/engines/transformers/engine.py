@@ -224,8 +224,8 @@ class TransformersEngine:
             repetition_penalty=rows.repetition_penalty[here],
             frequency_penalty=rows.frequency_penalty[here],
             presence_penalty=rows.presence_penalty[here],
-            prompts=[request.prompt_ids for request in rows.requests[here]],
-            completions=[rows.token_ids[row, : rows.count[row]] for row in range(first, rows.size)],
+            prompt=lambda row: rows.requests[first + row].prompt_ids,
+            completion=lambda row: rows.token_ids[first + row, : rows.count[first + row]],
         )
         token_ids, logprobs = draw(logits, sampling, uniforms(rows.seed[here], rows.count[here]))
         rows.write(first, rows.size, token_ids, logprobs)

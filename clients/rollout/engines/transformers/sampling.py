@@ -5,6 +5,7 @@ The order of the steps is vLLM's: repetition penalty, frequency and presence pen
 Log-probabilities are those of the distribution that remains, normalised over the tokens that survive.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +25,10 @@ class RowSampling:
     repetition_penalty: np.ndarray
     frequency_penalty: np.ndarray
     presence_penalty: np.ndarray
-    prompts: list[np.ndarray]
-    """Token ids of the prompt of each row."""
-    completions: list[np.ndarray]
-    """Token ids of the completion of each row so far."""
+    prompt: Callable[[int], np.ndarray]
+    """Return the token ids of a row's prompt. Called for rows with a penalty only."""
+    completion: Callable[[int], np.ndarray]
+    """Return the token ids of a row's completion so far. Called for rows with a penalty only."""
 
 
 def draw(logits: torch.Tensor, sampling: RowSampling, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -64,11 +65,11 @@ def shaped(scores: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
     if len(repeats) or len(counted) or len(truncated):
         scores = scores.clone()
     for row in repeats.tolist():
-        written = np.concatenate((sampling.prompts[row], sampling.completions[row]))
+        written = np.concatenate((sampling.prompt(row), sampling.completion(row)))
         _penalise(scores[row], written, float(sampling.repetition_penalty[row]))
     for row in counted.tolist():
         frequency, presence = float(sampling.frequency_penalty[row]), float(sampling.presence_penalty[row])
-        _penalise_counts(scores[row], sampling.completions[row], frequency, presence)
+        _penalise_counts(scores[row], sampling.completion(row), frequency, presence)
     if (sampling.temperature != 1).any():
         scale = np.where(sampling.temperature == 0, 1, sampling.temperature).astype(np.float32)
         scores = scores / torch.from_numpy(scale).to(scores.device)[:, None]
@@ -93,10 +94,8 @@ def _penalise(scores: torch.Tensor, written: np.ndarray, penalty: float) -> None
 def _penalise_counts(scores: torch.Tensor, completion: np.ndarray, frequency: float, presence: float) -> None:
     """Penalise in place the tokens of the completion, as OpenAI's API and vLLM define both penalties."""
     token_ids, counts = np.unique(completion, return_counts=True)
-    penalties = (frequency * counts + presence).astype(np.float32)
-    scores[torch.from_numpy(token_ids.astype(np.int64)).to(scores.device)] -= torch.from_numpy(penalties).to(
-        scores.device
-    )
+    penalties = torch.from_numpy((frequency * counts + presence).astype(np.float32)).to(scores.device)
+    scores[torch.from_numpy(token_ids.astype(np.int64)).to(scores.device)] -= penalties
 
 
 def _truncate(scores: torch.Tensor, top_p: np.ndarray, top_k: np.ndarray, min_p: np.ndarray) -> torch.Tensor:

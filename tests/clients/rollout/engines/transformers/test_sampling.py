@@ -40,8 +40,8 @@ def rows(*each: Sampling, written: tuple[list[int], ...] = (), prompt: int = 0) 
         repetition_penalty=np.array([row.repetition_penalty for row in each], np.float32),
         frequency_penalty=np.array([row.frequency_penalty for row in each], np.float32),
         presence_penalty=np.array([row.presence_penalty for row in each], np.float32),
-        prompts=[ids[:prompt] for ids in tokens],
-        completions=[ids[prompt:] for ids in tokens],
+        prompt=lambda row: tokens[row][:prompt],
+        completion=lambda row: tokens[row][prompt:],
     )
 
 
