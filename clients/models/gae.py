@@ -37,8 +37,9 @@ def token_rewards(rewards: Tensor, lengths: Tensor, costs: Tensor | None = None)
 def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:
     """Generalised advantage estimation, backwards over each trajectory; [T] float32.
 
-    ``rewards`` [T], ``values`` [T]: the critic's estimate *before* the token, for the state in which it was chosen; t +
-    1 is the trajectory's next trained token. The end of a trajectory ends the episode, even at the length limit::
+    ``rewards`` [T], ``values`` [T]: the critic's estimate *before* the token, for the state in which it was chosen.
+    ``t + 1`` is the trajectory's next trained token. The end of a trajectory ends the episode, even at the length
+    limit::
 
         delta_t = r_t + gamma * V_{t+1} - V_t,   V after the last token = 0
         A_t     = delta_t + gamma * lambda * A_{t+1}

@@ -40,7 +40,9 @@ def target_logprobs(logits: Tensor, targets: Tensor, temperature: float, predict
 def target_logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """Return [K, 2] float32: ``target_logprobs``, and the entropy of each target's distribution, with gradient::
 
-    H_t = -sum_v p_t[v] * log p_t[v],  p_t = softmax(z_t)        in nats
+        H_t = -sum_v p_t[v] * log p_t[v],  p_t = softmax(z_t)        in nats
+
+    ``logits`` [K, V] predict the ``targets`` row by row. Forward and backward work in parts, as in ``token_logprobs``.
     """
     both: Tensor = _LogprobsEntropy.apply(logits, targets, temperature)  # type: ignore[no-untyped-call]
     return both

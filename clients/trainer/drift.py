@@ -35,11 +35,11 @@ class DriftWatch:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._compared = config.rollout.engine == "simulated"  # its log-probabilities are no model's
+        simulated = config.rollout.engine == "simulated"  # its log-probabilities are no model's
+        self._compared = self._warned = simulated
         self._fresh = 1.0
-        self._low = deque[tuple[int, float]](maxlen=STEPS)
-        """Oldest judged age and its effective sample size in the last steps."""
-        self._warned = self._compared
+        self._oldest = deque[float](maxlen=STEPS)
+        """Effective sample size of the oldest judged tokens in the last steps."""
 
     def observe(self, step: Step, values: Mapping[str, float]) -> None:
         """Judge one step. ``ConfigError`` if engine and trainer disagree on the first tokens of the same weights."""
@@ -67,14 +67,13 @@ class DriftWatch:
             log.warning("step %d: engine and trainer differ by %.2g nats a token: %s", step, size, causes)
 
     def _judge_drift(self, step: Step, values: Mapping[str, float]) -> None:
-        oldest = max(
-            (age for age in range(1, 16) if values.get(f"off_policy/share/age_{age}", 0.0) >= MIN_SHARE), default=0
-        )
+        ages = range(1, self._config.staleness.max_staleness + 1)
+        oldest = max((age for age in ages if values.get(f"off_policy/share/age_{age}", 0.0) >= MIN_SHARE), default=0)
         if not oldest:
             return
-        self._low.append((oldest, values[f"is_weight/ess/age_{oldest}"]))
-        ess = fmean(value for _, value in self._low)
-        if len(self._low) < STEPS or ess >= MIN_ESS or self._fresh < FRESH_ESS:
+        self._oldest.append(values[f"is_weight/ess/age_{oldest}"])
+        ess = fmean(self._oldest)
+        if len(self._oldest) < STEPS or ess >= MIN_ESS or self._fresh < FRESH_ESS:
             return
         self._warned = True
         log.warning(

@@ -27,8 +27,9 @@ def kl_loss(kind: str, logprobs: Tensor, reference: Tensor) -> Tensor:
     Gradient. k2: ``d_t * grad logp_t``, the gradient of KL. k3: ``(1 - exp(-d_t)) * grad logp_t``, equal to first order
     in d_t. Its factor is at most 1 where the model became too certain, and up to e^10 - 1 in the other direction: below
     d_t = -10, k3 continues as its tangent, so that more distant tokens are pulled back equally hard but still are. Its
-    pull grows exponentially before that, so the default is k2 (docs/decisions/0037). k1:
-    differentiating ``d_t`` would give ``grad logp_t``, which is 0 on average and restrains nothing; k1 therefore has
+    pull grows exponentially before that, so the default is k2 (docs/decisions/0037).
+
+    Differentiating ``d_t`` would give ``grad logp_t``, which is 0 on average and restrains nothing. Therefore k1 has
     the value ``d_t`` and, through a detached factor, the gradient ``d_t * grad logp_t``.
 
     The reference is a constant. Old tokens are not reweighted: off-policy, this is the divergence at the tokens that

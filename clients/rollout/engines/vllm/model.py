@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from staleflow.clients.models.lora import adapt, is_adapted
+from staleflow.clients.models.lora import adapt
 from staleflow.clients.prompts import Encode
 from staleflow.clients.rollout.engines.base import EngineError
 from staleflow.clients.rollout.engines.vllm.package import advice, open_package, prepare
@@ -48,6 +48,7 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
         check_heads(model, directory, head_sizes())
     register()
 
+    from staleflow.clients.rollout.engines.vllm.adapter import AdapterFolder
     from staleflow.clients.rollout.engines.vllm.engine import VllmEngine
 
     if (lora := config.model.lora).rank:
@@ -61,7 +62,7 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
         tokenizer_decoder(directory),
         context=context,
         on_update=config.rollout.on_update,
-        adapter=adapter_folder(model),
+        adapter=AdapterFolder(model) if lora.rank else None,
     )
     try:
         await engine.start()
@@ -69,15 +70,6 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
         await engine.close()
         raise failure(error, checked=True) from error
     return engine, encode
-
-
-def adapter_folder(model: Any) -> Any:
-    """Return the folder that passes adapters to vLLM; None for a model without one."""
-    if not is_adapted(model):
-        return None
-    from staleflow.clients.rollout.engines.vllm.adapter import AdapterFolder
-
-    return AdapterFolder(model)
 
 
 async def open_vllm_server(config: Config, directory: Path) -> tuple[Any, Encode]:
