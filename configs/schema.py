@@ -55,6 +55,16 @@ class Model(Section, frozen=True, kw_only=True):
     """Dtype in which engines and the trainer compute; published weights have it too."""
     lora: Lora = field(default_factory=Lora)
 
+    @property
+    def weights_key(self) -> str:
+        """Return the key by which a new run starts from a checkpoint of this one."""
+        return "model.lora.path" if self.lora.rank else "model.path"
+
+    def starting_from(self, checkpoint: str) -> str:
+        """Return the overrides with which a new run starts from a checkpoint of this one."""
+        built = bool(self.build) and not self.lora.rank
+        return f"{self.weights_key}={checkpoint}" + (" model.build= model.options={}" if built else "")
+
 
 class PromptSource(Section, frozen=True, kw_only=True):
     """One of several sources of prompts. Set exactly one of ``path`` and ``source``."""

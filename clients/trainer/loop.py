@@ -166,13 +166,11 @@ class TrainingLoop:
         reasons = [f"{damage.path.name} is damaged ({damage.why})" for damage in checkpoints.damaged]
         reasons += [f"{state.version} is rejected ({why})" for state, why in refused.items()]
         reasons.append(f"the initial model is rejected ({initial})")
-        own, adapter = self._config.model, self._config.model.lora.rank > 0
-        model = "model.lora.path=" if adapter else "model.path="
-        model += str(checkpoints.newest_model() or (own.lora.path if adapter else own.path) or "DIRECTORY")
-        model += " model.build= model.options={}" if own.build and not adapter else ""
+        model = self._config.model
+        newest = checkpoints.newest_model() or (model.lora.path if model.lora.rank else model.path) or "DIRECTORY"
         allowed = (
             f"the run can resume from none of them: {'; '.join(reasons)}; put the files back as they were, or start a "
-            f"new run with {model} (its optimizer starts afresh)"
+            f"new run with {model.starting_from(str(newest))} (its optimizer starts afresh)"
         )
         return ConfigError("checkpoints", str(checkpoints.folder), allowed)
 

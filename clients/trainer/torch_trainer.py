@@ -345,10 +345,9 @@ class TorchTrainer:
 
     def _new_run(self, keys: str) -> str:
         """Return the remedy if a run cannot continue with its configured ``keys``."""
-        key = "model.lora.path" if self._config.model.lora.rank else "model.path"
         return (
-            f"A run's configuration is fixed: start a new one with {keys}, and {key} at the newest checkpoint if "
-            "there is one; its optimizer starts afresh"
+            f"A run's configuration is fixed: start a new one with {keys}, and {self._config.model.weights_key} at the "
+            "newest checkpoint if there is one; its optimizer starts afresh"
         )
 
 

@@ -256,16 +256,13 @@ def how_to_continue(ended_run: Summary, config: Config, command: str = RUN) -> s
     Any ``command`` other than ``staleflow run`` needs the configuration file that the run was launched with, because
     the configuration in the run directory does not name machines.
     """
-    adapter = config.model.lora.rank > 0
-    instead = " model.build= model.options={}" if config.model.build and not adapter else ""
     status = f"this run has finished ({ended_run.steps:,} of {ended_run.steps_wanted:,} steps): {ended_run.run_dir}"
     file, given = (f"{ended_run.run_dir}/config.toml", "") if command == RUN else ("CONFIG", " CONFIG")
     more = f"For more steps: {command}{given} --run-dir {ended_run.run_dir} --resume trainer.steps=N"
     if not ended_run.model:
         return f"{status}. {more}"
-    key = "model.lora.path" if adapter else "model.path"
-    model = f"trainer.steps=N {key}={ended_run.model}{instead}"
-    return f"{status}. {more}. A new run from its model: {command} {file} {model}"
+    model = config.model.starting_from(ended_run.model)
+    return f"{status}. {more}. A new run from its model: {command} {file} trainer.steps=N {model}"
 
 
 def write(summary: Summary, run_dir: Path) -> None:

@@ -48,11 +48,14 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
         check_heads(model, directory, head_sizes())
     register()
 
-    from staleflow.clients.rollout.engines.vllm.adapter import AdapterFolder
     from staleflow.clients.rollout.engines.vllm.engine import VllmEngine
 
+    adapter = None
     if (lora := config.model.lora).rank:
+        from staleflow.clients.rollout.engines.vllm.adapter import AdapterFolder
+
         await asyncio.to_thread(adapt, model, lora, directory)
+        adapter = AdapterFolder(model)
     llm, counters = await asyncio.to_thread(start_engine, config, directory, context, cpu=cpu)
     engine = VllmEngine(
         llm,
@@ -62,7 +65,7 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
         tokenizer_decoder(directory),
         context=context,
         on_update=config.rollout.on_update,
-        adapter=AdapterFolder(model) if lora.rank else None,
+        adapter=adapter,
     )
     try:
         await engine.start()
