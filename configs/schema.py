@@ -465,7 +465,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     ``deepspeed`` (ZeRO, an extra) shard it. ``simulated`` sleeps ``simulated_step_s`` and publishes a few bytes, to try
     the service without torch."""
     nproc: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Number of ranks on this machine, one GPU each if there are any. Each trains its share of every batch's groups."""
+    """Number of ranks on this machine, one GPU each if there are any. Each fetches some groups of every batch, and they
+    exchange trajectories until each has about as many tokens."""
     gpus: list[NonNegative] = field(default_factory=list[NonNegative])
     """GPUs of the trainer that ``staleflow run`` starts, one for each rank; empty: the last GPUs of the machine that
     ``rollout.gpus`` does not name."""

@@ -1,9 +1,9 @@
 # pyright: basic, reportMissingImports=false
 """Forward and backward passes over the rows of a batch, on one rank of any torch backend.
 
-Each rank processes its own rows. Ranks with fewer passes than others idle at the beginning, so that the last passes of
-all run together; with sharded weights they run passes without effect instead, as does a rank without any pass in the
-last one.
+Each rank processes its own rows, after an exchange that balances their tokens. Ranks with fewer passes than others idle
+at the beginning, so that the last passes of all run together; with sharded weights they run passes without effect
+instead, as does a rank without any pass in the last one.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ from staleflow.clients.trainer.backends.base import Stopped, Stopping
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.learner import Learner
 from staleflow.clients.trainer.data.batch import TrainBatch, rows_of
+from staleflow.clients.trainer.data.exchange import exchanged
 from staleflow.clients.trainer.model_passes import ModelPasses, RowIds
 from staleflow.clients.trainer.quarantine import GroupQuarantine
 from staleflow.configs.schema import Config
@@ -61,6 +62,21 @@ class Gradients:
                 raise
             everything = np.arange(len(batch.rewards))
             self._quarantine.record(batch, everything, error, lambda rows: objective.take(rows_of(batch, rows)))
+
+    def balance(self, batch: TrainBatch) -> TrainBatch:
+        """Return the rows that this rank trains, after ``take``: its own, or others if that balances the ranks.
+
+        Every rank must call it. A step without all advantages is void, so that nothing moves.
+        """
+        objective, ranks = self._objective, self._ranks
+        if ranks.place.world == 1 or ranks.any(not self._has_advantages):
+            return batch
+        moved = exchanged(batch, objective.advantages.cpu().numpy(), ranks)
+        if moved is None:
+            return batch
+        rows, advantages = moved
+        objective.replace_rows(rows.completion_lengths, torch.from_numpy(advantages))
+        return rows
 
     def passes(self, batch: TrainBatch, rows: RowIds | None = None) -> Passes:
         """Divide some rows (all if None) into passes, starting with None for each pass that only another rank has."""

@@ -56,19 +56,20 @@ class GroupQuarantine:
             self._config_error = self._config_error or error
 
     def raise_if_any(self, batch: TrainBatch) -> None:
-        """Raise ``Untrainable`` on every rank if any rank recorded a group; ``batch``: this rank's rows.
+        """Raise ``Untrainable`` on every rank if any rank recorded a group; ``batch``: this rank's groups.
 
         Every rank must call it equally often.
         """
         failed_anywhere = self._ranks.gather(np.array(sorted(self._reasons), np.int64))
         if not failed_anywhere.size:
             return
-        every = self._ranks.gather(np.unique(batch.group_ids))
+        every = np.unique(self._ranks.gather(np.unique(batch.group_ids)))
+        failed_anywhere = np.unique(failed_anywhere)  # two ranks with trajectories of one group may both record it
         if self._config_error is not None and len(every) == len(failed_anywhere):
             raise self._config_error
         elsewhere = "see the log of another rank for the reason"
         why = next(iter(self._reasons.values()), elsewhere)
-        groups = [GroupId(int(group)) for group in np.unique(failed_anywhere)]
+        groups = [GroupId(int(group)) for group in failed_anywhere]
         raise Untrainable(groups, why, every=1 < len(every) == len(groups))
 
 

@@ -161,7 +161,7 @@ class TorchTrainer:
         self._seconds = 0.0
         if self._config.trainer.minibatches * self._config.trainer.epochs > 1:
             return self._train_in_updates(batch, step, stopping)
-        self.add(batch, stopping, last=True)
+        self.add(batch, stopping, last=True, whole=True)
         return self.finish(batch, step)
 
     def begin(self) -> None:
@@ -171,16 +171,20 @@ class TorchTrainer:
         self._seconds = 0.0
         self.learner.clear()
 
-    def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
-        """Add the gradient of whole groups of the batch; ``last``: they complete it. Raises as ``train``."""
+    def add(self, part: TrainBatch, stopping: Stopping, *, last: bool, whole: bool = False) -> None:
+        """Add the gradient of whole groups of the batch; ``last``: they complete it. Raises as ``train``.
+
+        ``whole``: they are the whole batch, whose trajectories are then balanced over the ranks.
+        """
         started_at, gradients = self._started(part), self._gradients
         try:
-            passes = gradients.passes(part)
             gradients.take(part)
+            rows = gradients.balance(part) if whole else part
+            passes = gradients.passes(rows)
             with self._passes.computing():
                 if self._objective.surveys:
-                    gradients.survey(part, passes, stopping)
-                gradients.add(part, passes, stopping, last=last)
+                    gradients.survey(rows, passes, stopping)
+                gradients.add(rows, passes, stopping, last=last)
             self._quarantine.raise_if_any(part)
         except Untrainable:
             self.learner.clear()

@@ -143,10 +143,24 @@ class Objective:
     def take(self, batch: TrainBatch) -> None:
         """Add the rank's rows of the next passes, as whole groups. ``ConfigError`` if a stage column is missing."""
         self._step = int(batch.step)
-        lengths = torch.from_numpy(batch.completion_lengths)
-        self._first = (lengths.cumsum(0) - lengths).to(self._device)
-        self._advantages = self._advantages_of(batch, lengths).to(self._device)
+        self.replace_rows(
+            batch.completion_lengths, self._advantages_of(batch, torch.from_numpy(batch.completion_lengths))
+        )
         self._counts += self._counts_of(batch.loss_mask)
+
+    @property
+    def advantages(self) -> Tensor:
+        """Return the advantages of the rows taken last, float32, flat over all their completion tokens."""
+        return self._advantages
+
+    def replace_rows(self, lengths: NDArray[np.int64], advantages: Tensor) -> None:
+        """Replace the rows taken last, after ranks exchanged some, by rows of these completion lengths.
+
+        The counts for ``scale`` remain, because all ranks together still have the same rows.
+        """
+        ends = torch.from_numpy(lengths)
+        self._first = (ends.cumsum(0) - ends).to(self._device)
+        self._advantages = advantages.to(self._device)
 
     def remember(self, old: Tensor) -> None:
         """Set the old policy's log-probabilities, float32, flat over all completion tokens of the rows taken.

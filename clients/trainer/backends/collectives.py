@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Communication between the ranks of one trainer about a step: numbers and orders, never payload.
+"""Communication between the ranks of one trainer about a step: numbers, orders and trajectories.
 
 The same processes form two groups. The devices' group (nccl, or gloo on a CPU) transmits the gradients and weights of
 the backends. The other one works in main memory for orders, flags and counts; a rank may wait in it for days.
@@ -49,6 +49,10 @@ class Ranks(Protocol):
         """Concatenate the values of all ranks in rank order."""
         ...
 
+    def exchange(self, blobs: Sequence[bytes]) -> list[bytes]:
+        """Send one blob to each rank, and return the blob from each rank."""
+        ...
+
 
 class OneRank:
     """A trainer of one process, without communication."""
@@ -68,6 +72,9 @@ class OneRank:
 
     def gather(self, values: NDArray[Any]) -> NDArray[Any]:
         return values
+
+    def exchange(self, blobs: Sequence[bytes]) -> list[bytes]:
+        return list(blobs)
 
 
 class ManyRanks:
@@ -109,6 +116,16 @@ class ManyRanks:
         dist.all_gather(gathered, mine, group=self._orders)
         counts = self.sum(lengths).tolist()
         return np.concatenate([part.numpy()[:count] for part, count in zip(gathered, counts, strict=True)])
+
+    def exchange(self, blobs: Sequence[bytes]) -> list[bytes]:
+        sizes = torch.tensor([len(blob) for blob in blobs], dtype=torch.int64)
+        coming = torch.empty_like(sizes)
+        dist.all_to_all_single(coming, sizes, group=self._orders)
+        sent = torch.from_numpy(np.frombuffer(bytearray().join(blobs), np.uint8))
+        received = torch.empty(int(coming.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(received, sent, coming.tolist(), sizes.tolist(), group=self._orders)
+        ends = coming.cumsum(0).numpy()
+        return [part.tobytes() for part in np.split(received.numpy(), ends[:-1])]
 
     def broadcast(self, order: Sequence[int], text: str = "") -> None:
         """Send an order from rank 0 to the others, which wait in ``receive``."""

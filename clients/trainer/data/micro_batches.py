@@ -150,7 +150,7 @@ def _header(answer: Batch | Claims, members: Sequence[MemberRef]) -> Batch:
     )
 
 
-def concatenated(parts: Sequence[TrainBatch], batch: Batch) -> TrainBatch:
+def concatenated(parts: Sequence[TrainBatch], batch: Batch | TrainBatch) -> TrainBatch:
     """Concatenate all micro-batches of a step; row for row equal to the batch fetched in one."""
     longest = max(part.input_ids.shape[1] for part in parts)
 

@@ -51,16 +51,17 @@ def header(step: int, *, mask_below: int = -1) -> Batch:
     )
 
 
-def members(step: int, *, groups: int = 3, lengths: tuple[int, ...] = (5, 9, 2, 7)) -> list[FetchedGroup]:
-    """The groups of a batch; equal steps give equal groups."""
-    return [
-        FetchedGroup(group=GroupId(g), row={}, payload=payload(100 * step + g, list(lengths))) for g in range(groups)
-    ]
+def members(
+    step: int, *, groups: int = 3, lengths: tuple[int, ...] = (5, 9, 2, 7), longest: int = 1
+) -> list[FetchedGroup]:
+    """The groups of a batch, the last ``longest`` times as long; equal steps give equal groups."""
+    each = [[n * (longest if group == groups - 1 else 1) for n in lengths] for group in range(groups)]
+    return [FetchedGroup(group=GroupId(g), row={}, payload=payload(100 * step + g, each[g])) for g in range(groups)]
 
 
-def share(step: int, rank: int, world: int, *, groups: int = 3) -> TrainBatch:
+def share(step: int, rank: int, world: int, *, groups: int = 3, longest: int = 1) -> TrainBatch:
     """One rank's share of ``batch(step)``."""
-    every = members(step, groups=groups)
+    every = members(step, groups=groups, longest=longest)
     mine = shares([item.payload.num_tokens for item in every], world)[rank]
     return assemble(header(step), [every[place] for place in mine])
 
@@ -75,6 +76,6 @@ def piece_shares(step: int, rank: int, world: int, size: int, *, groups: int) ->
     return found
 
 
-def batch(step: int, *, groups: int = 3, lengths: tuple[int, ...] = (5, 9, 2, 7)) -> TrainBatch:
+def batch(step: int, *, groups: int = 3, lengths: tuple[int, ...] = (5, 9, 2, 7), longest: int = 1) -> TrainBatch:
     """A whole batch of random groups; equal steps give equal batches."""
-    return assemble(header(step), members(step, groups=groups, lengths=lengths))
+    return assemble(header(step), members(step, groups=groups, lengths=lengths, longest=longest))

@@ -11,12 +11,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from staleflow.clients.trainer.backends.base import StepResult, Stopped, Untrainable
 from staleflow.clients.trainer.backends.collectives import ManyRanks, open_ranks
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.micro_batches import concatenated
 from staleflow.clients.trainer.evaluation.factory import open_evaluation
+from staleflow.clients.trainer.gradients import Passes
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Step, Version
@@ -31,6 +33,19 @@ def keep(trainer: TorchTrainer, leads: bool, file: str) -> None:
     if leads:
         save: Any = np.savez
         save(file, **weights)
+
+
+def count_tokens(trainer: TorchTrainer) -> list[int]:
+    """Record the tokens of the rows that this rank divides into passes, at each division."""
+    gradients, tokens = trainer._gradients, list[int]()
+    passes = gradients.passes
+
+    def counted(batch: TrainBatch, rows: NDArray[np.int64] | None = None) -> Passes:
+        tokens.append(int(batch.sequence_lengths.sum()))
+        return passes(batch, rows)
+
+    gradients.passes = counted  # type: ignore[method-assign]
+    return tokens
 
 
 def streamed(trainer: TorchTrainer, parts: list[TrainBatch], step: int) -> StepResult:
@@ -57,8 +72,9 @@ def main() -> None:
         trainer.load(Path(task["load"]))
         assert initial() is None, "two models in memory"
     where, results = ranks.place, list[dict[str, Any]]()
+    computed = count_tokens(trainer)
     for step in task["steps"]:
-        data = share(step, where.rank, where.world, groups=task.get("groups", 3))
+        data = share(step, where.rank, where.world, groups=task.get("groups", 3), longest=task.get("longest", 1))
         if step in task.get("bad", []) and where.rank == where.world - 1:
             data.behavior_logprobs[data.completions] = np.nan
         if step in task.get("surprising", []) and 2 in data.group_ids:
@@ -75,7 +91,9 @@ def main() -> None:
         except Untrainable as error:
             results.append({"bad": str(error)})
         else:
-            results.append({**result.values, "bad": result.bad})
+            results.append(
+                {**result.values, "bad": result.bad, "computed": ranks.gather(np.array(computed[-1:])).tolist()}
+            )
         if step in task.get("evaluated", []) and (where.leads or trainer.together):
             results[-1] |= trainer.evaluate(Version(step + 1), lambda: False)
         if step == task.get("save_after"):

@@ -71,11 +71,11 @@ def settings(backend: str = "torch", stage: int = 2, **trainer: Any) -> Config:
 
 def held_out(config: Config, folder: Path, *, environment: bool) -> Config:
     """Add five prompts for evaluation; the reward is the length of the completion."""
-    here, table, rows = Path(__file__).parent, msgspec.to_builtins(config), folder / "held_out.jsonl"
+    here, table, rows = Path(__file__).parents[1], msgspec.to_builtins(config), folder / "held_out.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n}+{n}=", "then": "tokens"}) + "\n" for n in range(5)))
     table["prompts"] |= {"eval_path": str(rows)}
     table["reward"] |= {"run": f"{here.parent}/user_code/rewards.py:length"}
-    table["environment"] |= {"run": f"{here}/held_out_environment.py:Asked" if environment else ""}
+    table["environment"] |= {"run": f"{here}/evaluation/held_out_environment.py:Asked" if environment else ""}
     return msgspec.convert(table, Config)
 
 
