@@ -15,6 +15,7 @@ from torch import Tensor
 
 from staleflow.clients.models.passes import packed_passes, padded_passes
 from staleflow.clients.trainer.algorithms.objective import Objective, tokens_of
+from staleflow.clients.trainer.algorithms.router import RouterLoss
 from staleflow.clients.trainer.backends.base import Stopped, Stopping
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.forward import completion_logprobs
@@ -46,6 +47,7 @@ class Gradients:
         self._objective = objective
         self._quarantine = quarantine
         self._ranks = ranks
+        self.router = RouterLoss(config.trainer.router_aux_coef, learner.model.config, ranks.device)
         self._has_advantages = False
         """True if all rows of the current part have advantages; otherwise its passes have no effect."""
 
@@ -78,7 +80,8 @@ class Gradients:
             if which is not None:
                 logprobs = self._logprobs_or_quarantine(batch, which, last=closes)
                 if logprobs is not None:
-                    self._learner.backward(self.loss(batch, which, logprobs), last=closes)
+                    loss = self.router.add(self.loss(batch, which, logprobs), self._objective.pass_weight(batch, which))
+                    self._learner.backward(loss, last=closes)
             elif self._learner.even or closes:
                 self._learner.backward(self._idle_pass(batch, last=closes), last=closes)
 
@@ -138,7 +141,9 @@ class Gradients:
         trainer, temperature = self._config.trainer, self._config.rollout.temperature
 
         def forward(**inputs: Tensor) -> Tensor:
-            logits: Tensor = self._learner.forward(last=last, use_cache=False, **inputs).logits
+            output = self._learner.forward(last=last, use_cache=False, **self.router.inputs, **inputs)
+            self.router.keep(output)
+            logits: Tensor = output.logits
             return logits
 
         return completion_logprobs(forward, batch, which, self._ranks.device, temperature, packing=trainer.packing)

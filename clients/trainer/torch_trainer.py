@@ -143,6 +143,7 @@ class TorchTrainer:
         on every rank, if groups make the step raise.
         """
         self._objective.begin()
+        self._gradients.router.begin()
         self._seconds = 0.0
         if self._config.trainer.minibatches * self._config.trainer.epochs > 1:
             return self._train_in_updates(batch, step, stopping)
@@ -152,6 +153,7 @@ class TorchTrainer:
     def begin(self) -> None:
         """Start or restart a step in parts, without any gradient."""
         self._objective.begin()
+        self._gradients.router.begin()
         self._seconds = 0.0
         self.learner.clear()
 
@@ -178,6 +180,7 @@ class TorchTrainer:
         """Update the weights as ``train`` does; ``batch`` is the concatenation of all parts."""
         started_at, scale = time.monotonic(), self._objective.scale()
         values = batch_values(batch, self._ranks.gather) | self._objective.values()
+        values |= self._gradients.router.values(self._ranks)
         learns = values["trainer/tokens"] > 0  # on any rank; AdamW would move the weights even for a zero gradient
         # during the critic's warm-up neither weights nor moments move: its advantages are not the critic's yet
         moves = learns and step >= self._config.trainer.critic_warmup
@@ -269,7 +272,7 @@ class TorchTrainer:
             if out_of_memory(error):
                 raise self._too_large(batch, error) from error
             raise
-        values = batch_values(batch, self._ranks.gather) | result.values
+        values = batch_values(batch, self._ranks.gather) | result.values | self._gradients.router.values(self._ranks)
         for name, share in self._flops.values(batch, time.monotonic() - started_at).items():
             values[name] = share * updates.passes
         if not result.bad:

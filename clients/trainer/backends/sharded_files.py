@@ -80,9 +80,9 @@ class WeightFiles:
 def open_model(directory: Path, dtype: str, device: torch.device) -> tuple[Any, WeightFiles | None]:
     """Open a model for training like ``load_model``, but with its parameters on the meta device and in the files.
 
-    Tied parameters are tied, and buffers have their values, on ``device``. The files may have one tensor per expert of a
-    mixture of experts. If they do not hold every tensor in a way that ``stored_names`` can map, return the complete model
-    and no files. Raise ``ConfigError`` as ``load_model`` does.
+    Tied parameters are tied, and buffers have their values, on ``device``. The files may have one tensor per expert of
+    a mixture of experts. If they do not hold every tensor in a way that ``stored_names`` can map, return the complete
+    model and no files. Raise ``ConfigError`` as ``load_model`` does.
     """
     try:
         files, model = WeightFiles(directory), empty_model(directory, dtype, device)

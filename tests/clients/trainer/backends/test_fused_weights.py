@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from staleflow.clients.models.files import load_model, save_streamed
 from staleflow.clients.models.fused_weights import as_stored
-from staleflow.clients.trainer.backends.sharded_files import WeightFiles, distinct, open_model
+from staleflow.clients.trainer.backends.sharded_files import distinct, open_model
 from staleflow.clients.trainer.backends.tensors import named
 from tests.clients.trainer.making import config
 from tests.clients.trainer.ranked import ranked
