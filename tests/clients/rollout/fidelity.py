@@ -40,7 +40,7 @@ def build(kind: str = "qwen3", seed: int = 0, dtype: str = "float32") -> Any:
         case "llama":
             config = transformers.LlamaConfig(**sizes, tie_word_embeddings=False)
         case "qwen3_moe":
-            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
             config = transformers.Qwen3MoeConfig(**sizes, **experts, tie_word_embeddings=False)
         case _:
             config = transformers.Qwen3Config(**sizes, tie_word_embeddings=True)
