@@ -36,6 +36,7 @@ def build(kind: str = "qwen3", seed: int = 0, dtype: str = "float32") -> Any:
         "bos_token_id": None,
         "pad_token_id": 0,
     }
+    config: Any
     match kind:
         case "llama":
             config = transformers.LlamaConfig(**sizes, tie_word_embeddings=False)

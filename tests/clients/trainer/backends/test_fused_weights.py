@@ -44,7 +44,8 @@ def saved(directory: Path, kind: str = "qwen3_moe", *, experts: int = 5, files: 
         "qwen3": transformers.Qwen3Config,
     }[kind]
     own = {"num_local_experts": experts} if kind == "mixtral" else {"num_experts": experts, "moe_intermediate_size": 8}
-    model: Any = transformers.AutoModelForCausalLM.from_config(cls(**SIZES, **own))
+    build: Any = transformers.AutoModelForCausalLM.from_config
+    model = build(cls(**SIZES, **own))
     size = sum(p.numel() for p in model.parameters()) * 4
     model.save_pretrained(directory, max_shard_size=size + 1 if files == 1 else size // files)
     return directory
@@ -90,7 +91,8 @@ def test_a_rank_reads_only_the_tensors_of_its_experts(tmp_path: Path, monkeypatc
 
         def get_tensor(self, name: str) -> torch.Tensor:
             read.append(name)
-            return self._file.get_tensor(name)
+            tensor: torch.Tensor = self._file.get_tensor(name)
+            return tensor
 
     opened = sharded_files._open
     monkeypatch.setattr(sharded_files, "_open", Counted)
