@@ -536,6 +536,10 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Learning rate after the warm-up: constant, or falling to ``lr_min_share`` of ``lr`` at the last step."""
     lr_min_share: Share = 0.0
     """Share of ``lr`` at the end of the schedule."""
+    router_aux_coef: Annotated[float, Meta(ge=-1, le=1)] = -1.0
+    """Weight of the loss that balances the experts of a mixture of experts, beside the policy loss. It acts on every
+    token of the trained trajectories, prompts included. Negative: the model's ``router_aux_loss_coef`` if its
+    configuration sets ``output_router_logits``, else 0."""
     grad_clip: PositiveFloat = 1.0
     """Maximum L2 norm of the gradient."""
     checkpoint_every: Positive = 20

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
+from staleflow.clients.models.fused_weights import as_stored
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.ranks import Place
 
@@ -103,7 +104,10 @@ def save_model(model: Any, directory: Path, *, tokenizer_of: Path) -> None:
 def save_streamed(
     model: Any, tensors: Iterable[tuple[str, Tensor]], directory: Path, *, dtype: str, tokenizer_of: Path
 ) -> None:
-    """Save like ``save_model``, from tensors that arrive one by one, with at most one file of them in memory."""
+    """Save like ``save_model``, from tensors that arrive one by one, with at most one file of them in memory.
+
+    Names are those of the files that the model was loaded from: one tensor per expert of a mixture of experts.
+    """
     files: list[list[str]] = []
     part: dict[str, Tensor] = {}
     total = 0
@@ -114,9 +118,10 @@ def save_streamed(
             files.append(list(part))
             part.clear()
 
-    for name, tensor in tensors:
-        part[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        total += part[name].nbytes
+    for own, tensor in tensors:
+        for name, value in as_stored(model, own, tensor.detach()):
+            part[name] = value.to("cpu", copy=True).contiguous()
+            total += part[name].nbytes
         if sum(value.nbytes for value in part.values()) >= FILE_BYTES:
             flush()
     flush()

@@ -92,7 +92,9 @@ class Gradients:
             if which is not None:
                 scored = self._logprobs_or_quarantine(batch, which, last=closes, entropy=self._wants_entropy)
                 if scored is not None:
-                    self._learner.backward(self.loss(batch, which, scored), last=closes)
+                    weight = self._objective.pass_weight(batch, which)
+                    loss = self._passes.router.add(self.loss(batch, which, scored), weight)
+                    self._learner.backward(loss, last=closes)
             elif self._learner.even or closes:
                 self._learner.backward(self._idle_pass(batch, last=closes), last=closes)
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from staleflow.clients.models.passes import computed, packed_passes, padded_passes, shared_passes
+from staleflow.clients.trainer.algorithms.router import RouterLoss
 from staleflow.clients.trainer.backends.attention import Attention
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.flops import FlopsMeter
@@ -57,10 +58,11 @@ class ModelPasses:
         """Compute with this learner's model from now on."""
         self._learner = learner
         self._flops = flops
+        self.router = RouterLoss(self._config.router_aux_coef, learner.model.config, self._ranks.device)
 
     def release(self) -> None:
         """Hold no model until the next ``use``."""
-        del self._learner, self._flops
+        del self._learner, self._flops, self.router
 
     def check(self) -> None:
         """Choose the kind of passes by what the model computes. Call it on every rank.
@@ -117,7 +119,9 @@ class ModelPasses:
         )
 
     def _logits(self, *, last: bool, **inputs: Any) -> Tensor:
-        logits: Tensor = self._learner.forward(last=last, use_cache=False, **inputs).logits
+        output = self._learner.forward(last=last, use_cache=False, **self.router.inputs, **inputs)
+        self.router.keep(output)
+        logits: Tensor = output.logits
         return logits
 
     def _backward(self, loss: Tensor) -> None:

@@ -158,6 +158,7 @@ class TorchTrainer:
         """
         self._objective.begin()
         self._flops.begin()
+        self._passes.router.begin()
         self._seconds = 0.0
         if self._config.trainer.minibatches * self._config.trainer.epochs > 1:
             return self._train_in_updates(batch, step, stopping)
@@ -168,6 +169,7 @@ class TorchTrainer:
         """Start or restart a step in parts, without any gradient."""
         self._objective.begin()
         self._flops.begin()
+        self._passes.router.begin()
         self._seconds = 0.0
         self.learner.clear()
 
@@ -199,6 +201,7 @@ class TorchTrainer:
         """Update the weights as ``train`` does; ``batch`` is the concatenation of all parts."""
         started_at, scale = time.monotonic(), self._objective.scale()
         values = batch_values(batch, self._ranks.gather) | self._objective.values()
+        values |= self._passes.router.values(self._ranks)
         lr_factor = self._objective.lr_factor()
         learns = values["trainer/tokens"] > 0  # on any rank; AdamW would move the weights even for a zero gradient
         # during the critic's warm-up neither weights nor moments move: its advantages are not the critic's yet
@@ -304,7 +307,7 @@ class TorchTrainer:
             if out_of_memory(error):
                 raise self._too_large(batch, error) from error
             raise
-        values = batch_values(batch, self._ranks.gather) | result.values
+        values = batch_values(batch, self._ranks.gather) | result.values | self._passes.router.values(self._ranks)
         values |= self._flops.values(time.monotonic() - started_at)
         if not result.bad:
             values = self._rate(step, learns=values["trainer/tokens"] > 0) | values

@@ -12,6 +12,7 @@ ABOUT = {
     "off_policy": "Ages in versions: the step, or the newest version, minus the oldest version of a group.",
     "perf": "Throughput.",
     "reward": "Results of the reward function.",
+    "router": "The router of a mixture of experts.",
     "rollout": "State of the engines at the end of the step.",
     "staleness": "The staleness bound and its cost.",
     "time": "Time spent in each part of a step.",

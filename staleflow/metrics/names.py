@@ -47,6 +47,9 @@ METRICS: Final[dict[str, Metric]] = {
     "clip/high": Metric("share", "trained tokens whose ratio is clipped from above"),
     "masked/token": Metric("share", "trained tokens that a mask of the algorithm left out"),
     "masked/sequence": Metric("share", "trajectories that lost all of their tokens to a mask of the algorithm"),
+    "router/aux_loss": Metric(
+        "", "loss that balances a mixture of experts, before its coefficient; 1 if all get equal shares"
+    ),
     "kl/reference": Metric("nats", "divergence from the reference model, a token"),
     "kl/teacher": Metric("nats", "estimated divergence from the teacher (trainer.algorithm.teacher), a trained token"),
     "entropy": Metric(

@@ -185,6 +185,11 @@ class Objective:
         self._scale = scale(self._how, tokens=tokens, sequences=sequences, trajectories=trajectories)
         return self._scale
 
+    def pass_weight(self, batch: TrainBatch, which: NDArray[np.int64]) -> float:
+        """Return the weight of a pass in a mean over the batch, in the unit of ``scale``; 0 without a trained token."""
+        tokens, sequences, trajectories = self._counts_of(batch.loss_mask[which]).tolist()
+        return 1.0 / scale(self._how, tokens=tokens, sequences=sequences, trajectories=trajectories) if tokens else 0.0
+
     def survey(self, logprobs: Tensor, tokens: Tokens) -> None:
         """Record a pass's log-probabilities at the start of the step, float32 [T] without gradient."""
         logprobs, behavior = logprobs[tokens.mask], tokens.behavior[tokens.mask]

@@ -7,7 +7,7 @@ Reads copy the data, so no file stays open or mapped.
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from staleflow.clients.models.files import load_model
+from staleflow.clients.models.fused_weights import Experts, stored_names, stored_shape
 
 log = logging.getLogger(__name__)
 
@@ -39,29 +40,55 @@ class WeightFiles:
                 for name in file.keys():  # noqa: SIM118 (it is no mapping)
                     self._files[name] = path
                     self.shapes[name] = tuple(file.get_slice(name).get_shape())
+        self._names: dict[str, str | Experts] = {}
+
+    def map(self, names: dict[str, str | Experts] | None) -> bool:
+        """Use the model's names, which ``stored_names`` returned, in place of the files'; return whether it has any."""
+        self._names = names or {}
+        self.shapes = {own: stored_shape(stored, self.shapes) for own, stored in self._names.items()}
+        return names is not None
 
     def stored(self, names: list[str]) -> str:
         """Return which of a tensor's names the files use."""
-        return next(name for name in names if name in self._files)
+        return next(name for name in names if name in self.shapes)
 
     def read(self, name: str, into: Tensor, rows: slice | None = None) -> Tensor:
         """Fill ``into``, of any dtype and device, with a tensor or with ``rows`` of its first dimension; return it."""
-        with _open(self._files[name]) as file:
-            tensor: Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+        stored = self._names.get(name, name)
+        if not isinstance(stored, str):
+            return self._read_experts(stored if rows is None else stored[rows], into)
+        with _open(self._files[stored]) as file:
+            tensor: Tensor = file.get_tensor(stored) if rows is None else file.get_slice(stored)[rows]
             return into.copy_(tensor)
+
+    def _read_experts(self, experts: Experts, into: Tensor) -> Tensor:
+        """Fill ``into`` with the experts, one stored tensor at a time."""
+        with ExitStack() as stack:
+            opened: dict[Path, Any] = {}
+            for expert, names in zip(into, experts, strict=True):
+                start = 0
+                for name in names:
+                    path = self._files[name]
+                    if path not in opened:
+                        opened[path] = stack.enter_context(_open(path))
+                    part: Tensor = opened[path].get_tensor(name)
+                    expert[start : start + len(part)].copy_(part)
+                    start += len(part)
+        return into
 
 
 def open_model(directory: Path, dtype: str, device: torch.device) -> tuple[Any, WeightFiles | None]:
     """Open a model for training like ``load_model``, but with its parameters on the meta device and in the files.
 
-    Tied parameters are tied, and buffers have their values, on ``device``. If the files do not hold every tensor under
-    one of the model's own names, return the complete model and no files. Raise ``ConfigError`` as ``load_model`` does.
+    Tied parameters are tied, and buffers have their values, on ``device``. The files may have one tensor per expert of
+    a mixture of experts. If they do not hold every tensor in a way that ``stored_names`` can map, return the complete
+    model and no files. Raise ``ConfigError`` as ``load_model`` does.
     """
     try:
         files, model = WeightFiles(directory), empty_model(directory, dtype, device)
     except (OSError, ValueError, KeyError, SafetensorError):
         return load_model(directory, dtype, device), None  # it raises an error with the reason
-    if fit(model, files):
+    if fit(model, files) or (files.map(stored_names(model, files.shapes)) and fit(model, files)):
         return model, files
     log.info("%s: its files name or shape tensors differently, so every rank reads the whole model", directory)
     return load_model(directory, dtype, device), None

@@ -36,11 +36,15 @@ def build(kind: str = "qwen3", seed: int = 0, dtype: str = "float32") -> Any:
         "bos_token_id": None,
         "pad_token_id": 0,
     }
-    config = (
-        transformers.LlamaConfig(**sizes, tie_word_embeddings=False)
-        if kind == "llama"
-        else transformers.Qwen3Config(**sizes, tie_word_embeddings=True)
-    )
+    config: Any
+    match kind:
+        case "llama":
+            config = transformers.LlamaConfig(**sizes, tie_word_embeddings=False)
+        case "qwen3_moe":
+            experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            config = transformers.Qwen3MoeConfig(**sizes, **experts, tie_word_embeddings=False)
+        case _:
+            config = transformers.Qwen3Config(**sizes, tie_word_embeddings=True)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
 
 

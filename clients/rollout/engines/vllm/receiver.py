@@ -21,6 +21,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -78,9 +80,21 @@ class FileWeights(WeightTransferEngine[NoInit, ParcelInfo]):
         for layer in self.model.modules():
             if isinstance(layer, ParallelLMHead):  # tied to the embedding, which alone received weights
                 layer.quant_method.process_weights_after_loading(layer)  # on a CPU the head multiplies by a packed copy
+            elif isinstance(layer, RoutedExperts):
+                pack_experts(layer)
 
     def shutdown(self) -> None:
         """Do nothing: no resources are held."""
+
+
+def pack_experts(layer: RoutedExperts) -> None:
+    """Pack the experts for the kernel of the CPU.
+
+    vLLM 0.32 packs them only when the kernel is built; a reload leaves rows in place of the packed blocks.
+    """
+    method = layer.quant_method
+    if isinstance(method, UnquantizedFusedMoEMethod) and layer.w13_weight.device.type == "cpu":
+        method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def tied(model: torch.nn.Module) -> list[set[str]]:

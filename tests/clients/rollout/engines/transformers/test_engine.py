@@ -52,6 +52,9 @@ def build(kind: str, seed: int = 0) -> Any:
             config = transformers.Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1)
         case "mistral":
             config = transformers.MistralConfig(**SIZES, sliding_window=7)
+        case "qwen3_moe":
+            experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            config = transformers.Qwen3MoeConfig(**SIZES, **experts)
         case _:
             raise ValueError(kind)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -107,6 +110,22 @@ def test_logprobs_are_those_of_a_full_forward_pass(model: Any, temperature: floa
         for sample in samples:
             expected = forward_logprobs(model, prompt, sample.token_ids.tolist(), temperature)
             np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
+
+
+def test_a_mixture_of_experts_agrees_with_the_trainer_before_and_after_an_update() -> None:
+    from tests.clients.rollout.fidelity import published, step
+
+    learner = build("qwen3_moe")
+    engine = TransformersEngine(build("qwen3_moe"), [3], slots=5)
+    for version in range(2):
+        if version:
+            step(learner, version)
+            engine.load(published(learner), Lineage(0), Version(version))
+        sampled = generate(engine, prompts(4, seed=version), 2, Sampling(max_new_tokens=20))
+        for prompt, samples in zip(prompts(4, seed=version), sampled, strict=True):
+            for sample in samples:
+                expected = forward_logprobs(learner, prompt, sample.token_ids.tolist())
+                np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4, err_msg=f"version {version}")
 
 
 def test_logprobs_hold_when_requests_join_and_leave_at_odd_moments(model: Any) -> None:

@@ -186,6 +186,24 @@ async def test_engine_and_trainer_agree_after_no_one_and_twenty_updates(
             )
 
 
+async def test_a_mixture_of_experts_agrees_with_the_trainer_before_and_after_updates(tmp_path: Path) -> None:
+    learner = build("qwen3_moe")
+    directory = save(learner, tmp_path)
+    engine, _ = await open_vllm(configured(directory), directory)
+    try:
+        for version in range(3):
+            if version:
+                step(learner, version)
+            await engine.load(published(learner), Lineage(0), Version(version))
+            given = prompts(4, seed=version)
+            samples = await asyncio.gather(*(engine.generate(ask(id, prompt, 30)) for id, prompt in enumerate(given)))
+            for prompt, sample in zip(given, samples, strict=True):
+                expected = trainer_logprobs(learner, prompt, sample.token_ids)
+                np.testing.assert_allclose(sample.logprobs, expected, atol=1e-3, err_msg=f"version {version}")
+    finally:
+        await end(engine)
+
+
 async def test_the_same_seed_gives_the_same_tokens_whoever_else_is_in_the_batch(make: Make) -> None:
     engine = await make(build())
     wanted = [ask(id, prompt, 15) for id, prompt in enumerate(prompts(3))]
