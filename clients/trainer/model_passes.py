@@ -84,7 +84,7 @@ class ModelPasses:
         elif not self._passes_check(ignores_padding):
             log.info("padded passes use an attention mask, since this model's output depends on padding")
         else:
-            self._mask_padding = False
+            self._mask_padding = bool(self.router.inputs)  # the auxiliary loss must not count padding
 
     def plan(self, batch: TrainBatch, rows: RowIds) -> list[RowIds]:
         """Divide some rows into passes of at most ``micro_tokens``; a longer row forms its own."""

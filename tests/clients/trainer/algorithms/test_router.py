@@ -26,9 +26,9 @@ def gradients(directory: Path, **keys: Any) -> tuple[dict[str, torch.Tensor], di
     found: dict[str, torch.Tensor] = {}
     step = trainer.learner.step
 
-    def look(number: int, *, scale: float, take: bool) -> float:
+    def look(number: int, *, scale: float, **others: Any) -> float:
         found.update({name: p.grad * scale for name, p in trainer.model.named_parameters() if p.grad is not None})
-        return float(step(number, scale=scale, take=take))
+        return float(step(number, scale=scale, **others))
 
     trainer.learner.step = look
     return found, trained(trainer)
@@ -60,7 +60,7 @@ def test_its_gradient_adds_the_mean_over_the_passes(tmp_path: Path, algorithm: d
 
 def test_passes_and_updates_do_not_change_what_it_measures(tmp_path: Path) -> None:
     directory = saved(tmp_path)
-    keys: dict[str, Any] = {"router_aux_coef": 0.01}
+    keys: dict[str, Any] = {"router_aux_coef": 0.01, "share_prompts": False}
     whole, packed = (
         trained(TorchTrainer(config(packing=packing, **keys), directory))["router/aux_loss"]
         for packing in (False, True)
