@@ -26,7 +26,7 @@ from staleflow.store.sealed_json import seal, unseal
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 2
+SCHEMA = 3
 HEAD = "checkpoint.json"
 _PART = ".part"
 _DAMAGED = ".damaged"

@@ -90,7 +90,7 @@ class TorchTrainer:
         return ModelLimits(vocabulary=config.vocab_size, context=context)
 
     def check(self, directory: Path) -> None:
-        """Raise ``ConfigError`` if another backend, or another number of ranks, wrote this checkpoint."""
+        """Raise ``ConfigError`` for a checkpoint of a backend, or of ranks, that this one cannot read."""
         self.learner.check(directory)
 
     def load(self, directory: Path | None) -> None:
@@ -133,7 +133,8 @@ class TorchTrainer:
             save_adapter(learner.model, directory, base=base, tokenizer_of=self._directory)
         elif leads:
             save_model(learner.model, directory, tokenizer_of=self._directory)
-        learner.save(directory)
+        for file in learner.state():
+            file.write(directory)
 
     def weights(self) -> Published:
         """Return views of the tensors (on a CPU), or tensors gathered one by one from all ranks; tied ones once.
