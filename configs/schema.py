@@ -463,13 +463,13 @@ class Trainer(Section, frozen=True, kw_only=True):
     backend: Literal["torch", "ddp", "fsdp", "deepspeed", "simulated"] = "torch"
     """``torch`` is one process; ``ddp`` keeps a whole model on each of ``nproc`` ranks, ``fsdp`` (FSDP2) and
     ``deepspeed`` (ZeRO, an extra) shard it. ``simulated`` sleeps ``simulated_step_s`` and publishes a few bytes, to try
-    the service without torch."""
+    the service without torch. ``--resume`` may change it between ``torch``, ``ddp`` and ``fsdp``."""
     nproc: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of ranks on this machine, one GPU each if there are any. Each fetches some groups of every batch, and they
-    exchange trajectories until each has about as many tokens."""
+    exchange trajectories until each has about as many tokens. ``--resume`` may change it, except with ``deepspeed``."""
     gpus: list[NonNegative] = field(default_factory=list[NonNegative])
     """GPUs of the trainer that ``staleflow run`` starts, one for each rank; empty: the last GPUs of the machine that
-    ``rollout.gpus`` does not name."""
+    ``rollout.gpus`` does not name. ``--resume`` may change it."""
     zero_stage: Annotated[int, Meta(ge=0, le=3)] = 2
     """State that DeepSpeed shards: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights. 0 and 1 for float32
     only."""
@@ -492,8 +492,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Maximum number of completion tokens whose logits exist at a time. A pass with more computes them again, chunk by
     chunk, in its backward pass, for less memory and up to a tenth more time. 0: all at once."""
     steps: Positive = 100
-    """Number of train steps of the whole run. It is the only key that ``--resume`` may change; a falling
-    ``lr_schedule`` follows it."""
+    """Number of train steps of the whole run. ``--resume`` may change it; a falling ``lr_schedule`` follows it."""
     batch_size: Groups = 8
     """Number of groups for each step."""
     minibatches: Groups = 1
