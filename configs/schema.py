@@ -543,6 +543,11 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Maximum L2 norm of the gradient."""
     checkpoint_every: Positive = 20
     """Number of steps between checkpoints. Sooner if a trajectory server is half full."""
+    async_checkpoints: bool = True
+    """Write a checkpoint while the next steps train. They wait only for the copy that is written: each rank copies its
+    part of the optimizer to main memory, and rank 0 the model: 12 to 14 bytes a parameter in all. A rank without room
+    for its copy writes before it trains. A kill meanwhile costs the steps since the checkpoint before. A stop, a drain
+    and the end of the run wait for the checkpoint. False: training waits for every checkpoint."""
     keep_checkpoints: Positive = 2
     """Number of newest checkpoints to keep; version 0 is the first. If the newest one is damaged, the run resumes from
     the one before; 1 leaves no fallback. Costs disk for as many checkpoints, and for the payload of `keep_checkpoints`

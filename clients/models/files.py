@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
@@ -23,7 +23,7 @@ from staleflow.configs.ranks import Place
 
 FILE_BYTES = 2 << 30
 """Size of one file of a streamed model; a large last tensor may exceed it."""
-_INDEX = "model.safetensors.index.json"
+_INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 _CPU, _CUDA = "cpu", "cuda"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
@@ -86,27 +86,14 @@ def _in_eval_mode(checkpoint: Callable[..., Any], call: Any, *arguments: Any) ->
     return checkpoint(computed, *arguments)
 
 
-def save_model(model: Any, directory: Path, *, tokenizer_of: Path) -> None:
-    """``save_pretrained``, plus the small files of the initial directory (tokenizer, template) that it did not write.
-
-    ``generation_config.json`` is among these: ``transformers`` loads some files that it refuses to save.
-    """
-    defaults: Any = GenerationConfig
-    kept, model.generation_config = model.generation_config, defaults()
-    try:
-        model.save_pretrained(directory)
-    finally:
-        model.generation_config = kept
-    (directory / "generation_config.json").unlink(missing_ok=True)
-    copy_small(directory, tokenizer_of)
-
-
-def save_streamed(
+def save_model(
     model: Any, tensors: Iterable[tuple[str, Tensor]], directory: Path, *, dtype: str, tokenizer_of: Path
 ) -> None:
-    """Save like ``save_model``, from tensors that arrive one by one, with at most one file of them in memory.
+    """Save like ``save_pretrained``, from tensors that arrive one by one, with at most one file of them in memory.
 
-    Names are those of the files that the model was loaded from: one tensor per expert of a mixture of experts.
+    Names are those of the files that the model was loaded from: one tensor per expert of a mixture of experts. Small
+    files (tokenizer, template) are those of the initial directory. ``generation_config.json`` is among them:
+    ``transformers`` loads some files that it refuses to save.
     """
     files: list[list[str]] = []
     part: dict[str, Tensor] = {}
@@ -127,10 +114,11 @@ def save_streamed(
     flush()
     places: dict[str, str] = {}
     for number, names in enumerate(files):
-        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors" if len(files) > 1 else _ONE
         (directory / f"part-{number}").rename(directory / file)
         places |= dict.fromkeys(names, file)
-    (directory / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
+    if len(files) > 1:
+        (directory / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
     config = type(model.config).from_dict(model.config.to_dict())
     config.dtype = getattr(torch, dtype)
     config.architectures = model.config.architectures

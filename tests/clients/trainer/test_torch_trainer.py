@@ -448,7 +448,7 @@ def test_weights_that_do_not_fit_the_model_directory_are_refused_by_name(
 def test_a_checkpoint_of_another_backend_is_refused_and_its_writer_named(model_directory: Path, tmp_path: Path) -> None:
     trainer = TorchTrainer(config(), model_directory)
     trainer.save(tmp_path)
-    (tmp_path / "optimizer/rank-0-file-0.safetensors").rename(tmp_path / "deepspeed-zero2-0-of-4.safetensors")
+    (tmp_path / "random-0.safetensors").rename(tmp_path / "deepspeed-zero2-0-of-4.safetensors")
     for use in (trainer.check, trainer.load):
         with pytest.raises(ConfigError, match="it was written by deepspeed-zero2 on 4 ranks, whose files only the sam"):
             use(tmp_path)
@@ -480,7 +480,7 @@ def test_a_model_saved_tensor_by_tensor_is_the_one_saved_at_once(
     monkeypatch.setattr(torch_files, "FILE_BYTES", 20_000)
     trainer = TorchTrainer(config(), model_directory)
     trained(trainer, 0)
-    torch_files.save_streamed(
+    torch_files.save_model(
         trainer.model, trainer.learner.tensors(), tmp_path, dtype="float32", tokenizer_of=model_directory
     )
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
