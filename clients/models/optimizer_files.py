@@ -90,7 +90,7 @@ def _file(parts: list[Part], name: str) -> TensorFile:
 
 
 def read_optimizer(checkpoint: Path, empty: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Return every stored tensor by name. Of a sharded one, this rank's part is read and no other.
+    """Return every stored tensor by name. Read only this rank's part of a sharded one.
 
     ``empty`` returns the tensor to fill, whole or a ``DTensor``; it may raise ``ValueError``. ``ConfigError`` if the
     state does not fit it.
