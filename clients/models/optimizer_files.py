@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.ranks import Place
@@ -97,12 +95,17 @@ def read_optimizer(checkpoint: Path, empty: Callable[[str], Tensor]) -> dict[str
     """
     if not (checkpoint / FOLDER).is_dir():  # it was saved before the first update
         return {}
-    reader = dcp.HuggingFaceStorageReader(str(checkpoint / FOLDER), thread_count=READERS)
+    # Imported here: it takes a second, and engines import this module as well.
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = HuggingFaceStorageReader(str(checkpoint / FOLDER), thread_count=READERS)
     try:
         state = {name: empty(name) for name in reader.read_metadata().state_dict_metadata}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", _ALONE, UserWarning)
-            dcp.load(state, storage_reader=reader, no_dist=True)
+            load(state, storage_reader=reader, no_dist=True)
     except (ValueError, CheckpointException) as error:
         failures = list(error.failures.values()) if isinstance(error, CheckpointException) else [(error, None)]
         allowed = f"its optimizer state must fit the model: {failures[0][0]}"

@@ -304,7 +304,7 @@ def _names(folder: Path) -> list[str]:
 def _stored_files(folder: Path, names: list[str]) -> dict[str, StoredFile]:
     """Hash files in parallel: sha256 releases the interpreter's lock."""
     with ThreadPoolExecutor(_hashers()) as pool:
-        return dict(zip(names, pool.map(lambda name: _stored(folder / name), names), strict=True))
+        return dict(zip(names, pool.map(_stored, [folder / name for name in names]), strict=True))
 
 
 def _hashers() -> int:

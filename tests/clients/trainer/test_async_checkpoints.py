@@ -118,7 +118,7 @@ def test_a_full_server_gets_room_from_the_checkpoint_that_is_being_written(tmp_p
 
 
 class Trainer(TorchTrainer):
-    """Trains the batches of the scripted client, and records the step at which each was trained."""
+    """Publishes all weights as one array, as the scripted client expects."""
 
     def weights(self) -> Weights:
         found = super().weights()

@@ -36,8 +36,8 @@ class Room:
 
 
 class Ranks:
-    def __init__(self, room: Room, rank: int, writers: Room) -> None:
-        self._room, self._rank, self._writers = room, rank, writers
+    def __init__(self, room: Room, rank: int, writers: Room | None = None) -> None:
+        self._room, self._rank, self._writers = room, rank, writers or Room()
         self.closed = False
 
     def broadcast(self, order: list[int], text: str = "") -> None:
@@ -289,7 +289,7 @@ class Ordered(Ranks):
     """A follower's ranks: rank 0 sends these orders and then waits for the follower in a pass."""
 
     def __init__(self, *orders: list[int]) -> None:
-        super().__init__(Room(), 1, Room())
+        super().__init__(Room(), 1)
         self._orders = iter(orders)
 
     def receive(self) -> tuple[list[int], str]:
