@@ -463,13 +463,13 @@ class Trainer(Section, frozen=True, kw_only=True):
     backend: Literal["torch", "ddp", "fsdp", "deepspeed", "simulated"] = "torch"
     """``torch`` is one process; ``ddp`` keeps a whole model on each of ``nproc`` ranks, ``fsdp`` (FSDP2) and
     ``deepspeed`` (ZeRO, an extra) shard it. ``simulated`` sleeps ``simulated_step_s`` and publishes a few bytes, to try
-    the service without torch."""
+    the service without torch. ``--resume`` may change it between ``torch``, ``ddp`` and ``fsdp``."""
     nproc: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of ranks on this machine, one GPU each if there are any. Each fetches some groups of every batch, and they
-    exchange trajectories until each has about as many tokens."""
+    exchange trajectories until each has about as many tokens. ``--resume`` may change it, except with ``deepspeed``."""
     gpus: list[NonNegative] = field(default_factory=list[NonNegative])
     """GPUs of the trainer that ``staleflow run`` starts, one for each rank; empty: the last GPUs of the machine that
-    ``rollout.gpus`` does not name."""
+    ``rollout.gpus`` does not name. ``--resume`` may change it."""
     zero_stage: Annotated[int, Meta(ge=0, le=3)] = 2
     """State that DeepSpeed shards: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights. 0 and 1 for float32
     only."""
@@ -492,8 +492,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Maximum number of completion tokens whose logits exist at a time. A pass with more computes them again, chunk by
     chunk, in its backward pass, for less memory and up to a tenth more time. 0: all at once."""
     steps: Positive = 100
-    """Number of train steps of the whole run. It is the only key that ``--resume`` may change; a falling
-    ``lr_schedule`` follows it."""
+    """Number of train steps of the whole run. ``--resume`` may change it; a falling ``lr_schedule`` follows it."""
     batch_size: Groups = 8
     """Number of groups for each step."""
     minibatches: Groups = 1
@@ -544,6 +543,11 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Maximum L2 norm of the gradient."""
     checkpoint_every: Positive = 20
     """Number of steps between checkpoints. Sooner if a trajectory server is half full."""
+    async_checkpoints: bool = True
+    """Write a checkpoint while the next steps train. They wait only for the copy that is written: each rank copies its
+    part of the optimizer to main memory, and rank 0 the model: 12 to 14 bytes a parameter in all. A rank without room
+    for its copy writes before it trains. A kill meanwhile costs the steps since the checkpoint before. A stop, a drain
+    and the end of the run wait for the checkpoint. False: training waits for every checkpoint."""
     keep_checkpoints: Positive = 2
     """Number of newest checkpoints to keep; version 0 is the first. If the newest one is damaged, the run resumes from
     the one before; 1 leaves no fallback. Costs disk for as many checkpoints, and for the payload of `keep_checkpoints`

@@ -3,7 +3,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from staleflow.clients.models.fused_weights import as_stored
+from staleflow.clients.models.optimizer_files import TensorFile
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.ranks import Place
 
-STATE = "trainer.safetensors"
 FILE_BYTES = 2 << 30
 """Size of one file of a streamed model; a large last tensor may exceed it."""
-_INDEX = "model.safetensors.index.json"
+_INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 _CPU, _CUDA = "cpu", "cuda"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
@@ -86,27 +86,14 @@ def _in_eval_mode(checkpoint: Callable[..., Any], call: Any, *arguments: Any) ->
     return checkpoint(computed, *arguments)
 
 
-def save_model(model: Any, directory: Path, *, tokenizer_of: Path) -> None:
-    """``save_pretrained``, plus the small files of the initial directory (tokenizer, template) that it did not write.
-
-    ``generation_config.json`` is among these: ``transformers`` loads some files that it refuses to save.
-    """
-    defaults: Any = GenerationConfig
-    kept, model.generation_config = model.generation_config, defaults()
-    try:
-        model.save_pretrained(directory)
-    finally:
-        model.generation_config = kept
-    (directory / "generation_config.json").unlink(missing_ok=True)
-    copy_small(directory, tokenizer_of)
-
-
-def save_streamed(
+def save_model(
     model: Any, tensors: Iterable[tuple[str, Tensor]], directory: Path, *, dtype: str, tokenizer_of: Path
 ) -> None:
-    """Save like ``save_model``, from tensors that arrive one by one, with at most one file of them in memory.
+    """Save like ``save_pretrained``, from tensors that arrive one by one, with at most one file of them in memory.
 
-    Names are those of the files that the model was loaded from: one tensor per expert of a mixture of experts.
+    Names are those of the files that the model was loaded from: one tensor per expert of a mixture of experts. Small
+    files (tokenizer, template) are those of the initial directory. ``generation_config.json`` is among them:
+    ``transformers`` loads some files that it refuses to save.
     """
     files: list[list[str]] = []
     part: dict[str, Tensor] = {}
@@ -127,10 +114,11 @@ def save_streamed(
     flush()
     places: dict[str, str] = {}
     for number, names in enumerate(files):
-        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors" if len(files) > 1 else _ONE
         (directory / f"part-{number}").rename(directory / file)
         places |= dict.fromkeys(names, file)
-    (directory / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
+    if len(files) > 1:
+        (directory / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
     config = type(model.config).from_dict(model.config.to_dict())
     config.dtype = getattr(torch, dtype)
     config.architectures = model.config.architectures
@@ -146,18 +134,6 @@ def copy_small(directory: Path, tokenizer_of: Path, *, without: Collection[str] 
             shutil.copyfile(path, directory / path.name)
 
 
-def save_state(optimizer: Mapping[str, Tensor], path: Path) -> None:
-    """Save the optimizer's tensors."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.items()}, path)
-
-
-def state_file(directory: Path, name: str) -> Path:
-    """Return the file of ``save_state``. ``ConfigError`` if another backend wrote the checkpoint."""
-    if not (directory / name).is_file():
-        raise _written_by_others(directory)
-    return directory / name
-
-
 def shard_file(backend: str, where: Place, *, inside: Path | None = None) -> Path:
     """Return the file of a rank's shards. ``inside``: in this checkpoint; ``ConfigError`` if another setup wrote it."""
     name = Path(f"{backend}-{where.rank}-of-{where.world}.safetensors")
@@ -166,28 +142,37 @@ def shard_file(backend: str, where: Place, *, inside: Path | None = None) -> Pat
     raise _written_by_others(inside)
 
 
+def check_any_ranks(directory: Path) -> None:
+    """Raise ``ConfigError`` if a backend wrote the checkpoint whose files only the same ranks can read."""
+    if next(directory.glob("deepspeed-*.safetensors"), None) is not None:
+        raise _written_by_others(directory)
+
+
 def _written_by_others(directory: Path) -> ConfigError:
     """Return an error that names the writer of the checkpoint."""
-    writer = "torch or ddp" if (directory / STATE).is_file() else "an unknown backend"
-    for file in directory.glob("*-0-of-*.safetensors"):
+    writer, remedy = "torch, ddp or fsdp", "resume with one of them"
+    for file in directory.glob("deepspeed-*-0-of-*.safetensors"):
         backend, _, ranks = file.stem.partition("-0-of-")
-        if not backend.startswith("model"):
-            writer = f"{backend} on {ranks} ranks"
-    allowed = f"it was written by {writer}; resume with the same trainer.backend, trainer.zero_stage and trainer.nproc"
-    return ConfigError("checkpoint", str(directory), allowed)
+        writer = f"{backend} on {ranks} ranks, whose files only the same ranks can read"
+        remedy = "resume with the same trainer.backend, trainer.zero_stage and trainer.nproc"
+    return ConfigError("checkpoint", str(directory), f"it was written by {writer}; {remedy}")
 
 
-def save_random(directory: Path, rank: int) -> None:
-    """Save the random state of every generator that a step of this rank may use."""
+def random_file(rank: int) -> TensorFile:
+    """Return the random state of every generator that a step of this rank may use."""
     tensors = {_CPU: torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors[_CUDA] = torch.cuda.get_rng_state()
-    save_file(tensors, directory / f"random-{rank}.safetensors")
+    return TensorFile(_random_name(rank), tensors)
+
+
+def _random_name(rank: int) -> str:
+    return f"random-{rank}.safetensors"
 
 
 def load_random(directory: Path, rank: int, device: torch.device) -> None:
     """Restore the random state; a rank without one in the checkpoint keeps its own."""
-    path = directory / f"random-{rank}.safetensors"
+    path = directory / _random_name(rank)
     if not path.is_file():
         return
     tensors = load_file(path)

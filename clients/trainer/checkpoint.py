@@ -11,9 +11,12 @@ neither removed nor replaced.
 
 import hashlib
 import logging
+import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +29,13 @@ from staleflow.store.sealed_json import seal, unseal
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 2
+SCHEMA = 3
 HEAD = "checkpoint.json"
 _PART = ".part"
 _DAMAGED = ".damaged"
 _CHUNK = 1 << 20
+MAX_HASHERS = 8
+"""Maximum number of files that are hashed at once, on as many cores."""
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,22 +99,39 @@ class Checkpoints:
 
         Older checkpoints stay until ``tidy``. ``Overtaken``: nothing was changed.
         """
-        final = self.folder / str(state.version)
+        part = self.begin(state)
+        return self.finish(state, part, lambda: write(part))
+
+    def begin(self, state: TrainerState) -> Path:
+        """Return a new directory for the files of a checkpoint. It is no checkpoint before ``finish``."""
         part = self._temporary_name(state.version, state.lineage)
         make_folder(self.folder)
         part.mkdir()
-        try:
-            write(part)
-            files = {name: _stored(part / name) for name in _names(part)}
-            head = Head(schema=SCHEMA, run=self._run, state=state, files=files)
+        return part
+
+    def finish(self, state: TrainerState, part: Path, write: Callable[[], None]) -> Path:
+        """Let ``write`` fill the directory of ``begin``, and make it a durable checkpoint. May run in another thread.
+
+        ``Overtaken`` as ``save``.
+        """
+        final = self.folder / str(state.version)
+        with self.writing(part):
+            write()
+            head = Head(schema=SCHEMA, run=self._run, state=state, files=_stored_files(part, _names(part)))
             (part / HEAD).write_bytes(seal(head))
             sync_tree(part)
             self._replace(part, final, state.lineage)
+        return final
+
+    @contextmanager
+    def writing(self, part: Path) -> Generator[None]:
+        """Raise ``Overtaken`` in place of an error in the block if the directory of ``begin`` is gone."""
+        try:
+            yield
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a missing folder
             if part.exists():
                 raise
             raise Overtaken(f"a trainer of a later lineage has removed {part}") from error
-        return final
 
     def tidy(self, state: TrainerState, oldest: Version) -> None:
         """Delete the oldest checkpoints, and those of fenced trainers after ``state``, which the run has registered.
@@ -257,9 +279,11 @@ class Checkpoints:
 
 
 def _check(folder: Path, files: dict[str, StoredFile]) -> None:
+    with ThreadPoolExecutor(_hashers()) as pool:
+        hashed = {name: pool.submit(_stored, folder / name) for name in files}
     for name, stored in files.items():
         try:
-            actual = _stored(folder / name)
+            actual = hashed[name].result()
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{name} is missing") from None
         except OSError as error:  # for example an unreadable disk block
@@ -275,6 +299,16 @@ def _is_model(name: str) -> bool:
 
 def _names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _stored_files(folder: Path, names: list[str]) -> dict[str, StoredFile]:
+    """Hash files in parallel: sha256 releases the interpreter's lock."""
+    with ThreadPoolExecutor(_hashers()) as pool:
+        return dict(zip(names, pool.map(_stored, [folder / name for name in names]), strict=True))
+
+
+def _hashers() -> int:
+    return min(MAX_HASHERS, len(os.sched_getaffinity(0)))
 
 
 def _stored(path: Path) -> StoredFile:

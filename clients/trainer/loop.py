@@ -21,8 +21,9 @@ import msgspec
 
 from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.trainer.backends.base import Backend, OutOfMemory, Stopped, Untrainable, batch_values
-from staleflow.clients.trainer.checkpoint import Checkpoints, Overtaken, TrainerState
-from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
+from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
+from staleflow.clients.trainer.checkpoint_writer import CheckpointWriter
+from staleflow.clients.trainer.client import BadVersion, TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.prefetch import NoBatch
 from staleflow.clients.trainer.drift import DriftWatch
@@ -87,18 +88,22 @@ class TrainingLoop:
         self._samples = samples
         self._drift = DriftWatch(config)
         self._state = TrainerState()
-        self._saved: TrainerState | None = None
-        self._oldest = Version(0)
-        """The oldest version for which the run keeps payload, as known to this trainer."""
+        self._writer = CheckpointWriter(checkpoints, client, backend, asynchronous=config.trainer.async_checkpoints)
 
     def run(self) -> None:
         """Train up to the last step, until the run is drained, or until ``stop``.
 
-        Raise ``GaveUp`` after reporting the reason to the run. After ``Fenced`` or ``BadVersion`` nothing is saved,
-        since the backend's weights are not a version of the run.
+        Raise ``GaveUp`` after reporting the reason to the run. After ``Fenced`` or ``BadVersion`` no checkpoint is
+        started, since the backend's weights are not a version of the run.
         """
         self._resume()
-        self._client.on_wait = self._make_room
+        self._client.on_wait = self._while_waiting
+        try:
+            self._run()
+        finally:
+            self._writer.close()
+
+    def _run(self) -> None:
         try:
             self._evaluate_initial()
             for computed in self._steps(self._client, self._config.trainer.steps, self._stop.is_set):
@@ -107,18 +112,18 @@ class TrainingLoop:
                 raise Stopped
         except Stopped:
             log.info("stopped on request at version %d", self._state.version)
-            self._save()
+            self._writer.save(self._state)
         except OutOfMemory as error:
             if error.can_save:
                 self._save_in_little_memory()
             self._client.finished(str(error))
             raise GaveUp(str(error)) from error
         except (GaveUp, NoBatch, Untrainable) as error:
-            self._save()
+            self._writer.save(self._state)
             self._client.finished(str(error))
             raise GaveUp(str(error)) from error
         else:
-            self._save()
+            self._writer.save(self._state)
             self._client.finished()
 
     def _resume(self) -> None:
@@ -142,7 +147,7 @@ class TrainingLoop:
             )
         log.info("resumed from %s", source)
         self._backend.load(path)
-        self._saved = self._state  # version 0 needs no checkpoint, as the model directory serves as one
+        self._writer.saved = self._state  # version 0 needs no checkpoint, as the model directory serves as one
         self._checkpoints.drop_after(self._state, refused)
         if reply.version < 0:
             self._client.publish_initial(self._backend.weights())
@@ -188,9 +193,10 @@ class TrainingLoop:
             self._samples.write(batch)
         values |= times.values(int(values["trainer/sampled_tokens"]))
         values["trainer/bad_steps"] = float(state.bad_steps)
+        self._writer.poll()
         if keep := self._checkpoints_due():
             # Save before the evaluation: a kill during it must not cost the steps before it.
-            values["time/checkpoint"] = self._save(keep)
+            values["time/checkpoint"] = self._writer.start(self._state, keep)
         try:
             values |= self._evaluate()
         finally:
@@ -224,53 +230,35 @@ class TrainingLoop:
         if not self._client.crowded():
             return self._checkpoints.keep if due else 0
         if not due:
+            if self._writer.writing:
+                return 0  # the checkpoint that makes room is being written
             log.warning(
                 "version %d: saving an early checkpoint, the trajectory servers are filling up", self._state.version
             )
         return min(self._checkpoints.keep, 2)
+
+    def _while_waiting(self) -> None:
+        """Register a checkpoint that is complete meanwhile, and make room if the batch waits for it."""
+        self._writer.poll()
+        self._make_room()
 
     def _make_room(self) -> None:
         """Save a checkpoint if a full server blocks the pushes that the batch waits for: it frees all consumed payload.
 
         This gives up the older checkpoints, which are worth less than a run that can proceed.
         """
-        if self._oldest < self._state.version and self._client.full():
+        if self._writer.oldest < self._state.version and self._client.full():
             log.warning(
                 "version %d: saving an early checkpoint and keeping payload for no older one, the trajectory servers"
                 " are full",
                 self._state.version,
             )
-            self._save(keep=1)
-
-    def _is_saved(self) -> bool:
-        return self._saved is not None and self._saved.version == self._state.version
-
-    def _save(self, keep: int | None = None) -> float:
-        """Write a checkpoint of the newest version unless it exists; return the seconds it took. May raise ``Fenced``.
-
-        ``keep``: register it as one of ``keep`` checkpoints, even if it already exists.
-        """
-        started = time.monotonic()
-        if not self._is_saved():
-            try:
-                path = self._checkpoints.save(self._state, self._backend.save)
-            except Overtaken as error:
-                raise Fenced(f"another trainer has joined the run, this one stops ({error})") from error
-            log.info("checkpoint %s", path)
-            self._saved = self._state
-        elif keep is None:
-            return 0.0
-        lineage, version = self._state.lineage, self._state.version
-        oldest = self._client.checkpointed(lineage, version, keep=keep or self._checkpoints.keep)
-        if oldest is not None:
-            self._oldest = oldest
-            self._checkpoints.tidy(self._state, oldest)
-        return time.monotonic() - started
+            self._writer.save(self._state, keep=1)
 
     def _save_in_little_memory(self) -> None:
         """Try to save a checkpoint in the remaining memory; the run must learn why it ends in either case."""
         try:
-            self._save()
+            self._writer.save(self._state)
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise

@@ -11,13 +11,16 @@ import gc
 import logging
 import math
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from staleflow.clients.models.files import checkpoint_gradients, load_model, save_model, save_streamed
+from staleflow.clients.main_memory import available
+from staleflow.clients.models.files import checkpoint_gradients, load_model, save_model
 from staleflow.clients.models.lora import adapt, load_adapter, published, save_adapter
 from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.trainer.algorithms.objective import Objective
@@ -35,7 +38,7 @@ from staleflow.clients.trainer.backends.flops import FlopsMeter
 from staleflow.clients.trainer.backends.learner import Learner, make_learner
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, open_model
-from staleflow.clients.trainer.backends.tensors import StreamedWeights, to_arrays
+from staleflow.clients.trainer.backends.tensors import StreamedWeights, named, to_arrays
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.evaluation.held_out import Evaluation
 from staleflow.clients.trainer.evaluation.sharded import accompany, lead
@@ -48,6 +51,9 @@ from staleflow.protocols.consistency.ids import Step, Version
 from staleflow.protocols.wire.messages import ModelLimits
 
 log = logging.getLogger(__name__)
+
+MAX_COPY_SHARE = 0.8
+"""Maximum share of the available main memory that the copy of a checkpoint may take."""
 
 
 class TorchTrainer:
@@ -90,7 +96,7 @@ class TorchTrainer:
         return ModelLimits(vocabulary=config.vocab_size, context=context)
 
     def check(self, directory: Path) -> None:
-        """Raise ``ConfigError`` if another backend, or another number of ranks, wrote this checkpoint."""
+        """Raise ``ConfigError`` for a checkpoint of a backend, or of ranks, that this one cannot read."""
         self.learner.check(directory)
 
     def load(self, directory: Path | None) -> None:
@@ -120,20 +126,50 @@ class TorchTrainer:
 
     def save(self, directory: Path) -> None:
         """Save model and tokenizer for ``from_pretrained``, optimizer and random state. Every rank writes its part."""
+        self._save_model(directory, self.learner.tensors())
+        for file in self.learner.state():
+            file.write(directory)
+
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        """Copy this rank's part of ``save``; return the function that writes it. Call it on every rank."""
         learner, leads = self.learner, self._ranks.place.leads
-        if not learner.whole:
-            tensors = learner.tensors()
-            if leads:
-                dtype = self._config.model.dtype
-                save_streamed(learner.model, tensors, directory, dtype=dtype, tokenizer_of=self._directory)
+        files, adapter = learner.state(), self._config.model.lora.rank > 0
+        model = 0 if adapter or not leads else sum(map(_nbytes, dict(named(learner.model)).values()))
+        needed, room = model + sum(file.nbytes for file in files), available()
+        if needed > room * MAX_COPY_SHARE:
+            line = "checkpoint written before training continues: its copy needs %d MiB, %d MiB of main memory are free"
+            log.warning(line, needed >> 20, room >> 20)
+            self.save(directory)
+            return _written
+        if adapter:  # a few megabytes
+            self._save_model(directory, learner.tensors())
+        copies = [] if adapter else self._copied(learner.tensors())
+        files = [file.copied() for file in files]
+
+        def write() -> None:
+            if not adapter:
+                self._save_model(directory, copies)
+            for file in files:
+                file.write(directory)
+
+        return write
+
+    def _copied(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Copy the model to main memory on rank 0; the other ranks take part in gathering it."""
+        leads = self._ranks.place.leads
+        return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors if leads]
+
+    def _save_model(self, directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Save model and tokenizer on rank 0, from all tensors of the model; an adapter has its own."""
+        learner, model = self.learner, self._config.model
+        if self._ranks.place.leads and model.lora.rank:
+            base = model.path or str(self._directory.resolve())
+            save_adapter(learner.model, directory, base=base, tokenizer_of=self._directory)
+        elif self._ranks.place.leads:
+            save_model(learner.model, tensors, directory, dtype=model.dtype, tokenizer_of=self._directory)
+        elif not learner.whole:
             for _ in tensors:
                 pass  # the other ranks take part in gathering
-        elif leads and self._config.model.lora.rank:
-            base = self._config.model.path or str(self._directory.resolve())
-            save_adapter(learner.model, directory, base=base, tokenizer_of=self._directory)
-        elif leads:
-            save_model(learner.model, directory, tokenizer_of=self._directory)
-        learner.save(directory)
 
     def weights(self) -> Published:
         """Return views of the tensors (on a CPU), or tensors gathered one by one from all ranks; tied ones once.
@@ -356,6 +392,15 @@ class TorchTrainer:
             f"A run's configuration is fixed: start a new one with {keys}, and {self._config.model.weights_key} at the "
             "newest checkpoint if there is one; its optimizer starts afresh"
         )
+
+
+def _nbytes(tensor: Any) -> int:
+    """Return the size of a whole tensor: ZeRO-3 leaves an empty placeholder, which records it."""
+    return int(getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size())
+
+
+def _written() -> None:
+    """Do nothing: the checkpoint is written already."""
 
 
 def first_line(error: Exception) -> str:

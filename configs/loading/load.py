@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
-from staleflow.configs import own_settings, presets
+from staleflow.configs import own_settings, presets, resumable
 from staleflow.configs.durable_files import make_folder, sync_path, write_durably
 from staleflow.configs.errors import MISSING, ConfigError, shown
 from staleflow.configs.imports import is_file
@@ -153,21 +153,18 @@ def _under(base: Path, text: str, key: str) -> Path | str:
 
 
 def resumed(config: Config, overrides: Sequence[str]) -> Config:
-    """Return the configuration of a resumed run with ``overrides``, which may change only ``trainer.steps``."""
+    """Return the configuration of a resumed run with ``overrides``, which may change the keys of ``resumable``."""
     table: dict[str, Any] = msgspec.to_builtins(config)
     for override in overrides:
         key, value = dotted.parse(override)
-        if key != ("trainer", "steps"):
-            raise ConfigError(".".join(key), value, "a run keeps its configuration: --resume may change trainer.steps")
+        if ".".join(key) not in resumable.KEYS:
+            allowed = f"a run keeps its configuration: --resume may change {', '.join(resumable.KEYS)}"
+            raise ConfigError(".".join(key), value, allowed)
         table = dotted.apply(table, [(key, value)])
     changed = decode(table)
     consistent(changed)
+    resumable.check(changed, config)
     return changed
-
-
-def with_steps(config: Config, steps: int) -> Config:
-    """Return the configuration with another ``trainer.steps``, the only key that a resumed run may change."""
-    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, steps=steps))
 
 
 def worker_config(run: Config, overrides: Sequence[str]) -> Config:

@@ -37,7 +37,7 @@ def command(
 
     The first process of a run directory needs --config; the others read it from the directory. SIGTERM or Ctrl-C
     stops this server; the run continues when it is started again. A run that was drained or has ended remains so until
-    its scheduler is started with --resume, which may change trainer.steps.
+    its scheduler is started with --resume, which may change trainer.steps, nproc, backend and gpus.
 
     \b
     Examples:

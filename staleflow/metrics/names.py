@@ -91,7 +91,7 @@ METRICS: Final[dict[str, Metric]] = {
     "time/publish": Metric("s", "time until the new version was durable"),
     "time/pull": Metric("s", "mean time from the order to load a version until an engine had it"),
     "time/reserve": Metric("s", "mean time for which a group was reserved: from its lease until it was pushed"),
-    "time/checkpoint": Metric("s", "writing a checkpoint"),
+    "time/checkpoint": Metric("s", "waiting for a checkpoint: for its copy, or until it is written"),
     "time/eval": Metric("s", "evaluating on the held-out prompts"),
     "trainer/idle_ratio": Metric("share", "time of the step in which the trainer had no batch"),
     "trainer/tokens": Metric("tokens", "tokens that the step trained"),

@@ -1,6 +1,7 @@
 """Choose, create, check and lock run directories.
 
-A run directory never changes its configuration, except for ``trainer.steps``. One supervisor at a time holds its lock.
+A run directory never changes its configuration, except for the keys of ``configs/resumable.py``. One supervisor at a
+time holds its lock.
 """
 
 import fcntl
@@ -15,9 +16,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+from staleflow.configs import resumable
 from staleflow.configs.durable_files import make_folder
 from staleflow.configs.errors import ConfigError, shown
-from staleflow.configs.loading.load import RESOLVED, difference, read_run, with_steps, write_resolved
+from staleflow.configs.loading.load import RESOLVED, difference, read_run, write_resolved
 from staleflow.configs.schema import Config
 from staleflow.protocols.wire.messages import SchedulerStatus
 from staleflow.supervisor import summary
@@ -35,7 +37,9 @@ def choose(config: Config, given: Path | None, *, resume: bool) -> Path:
     if (process := holder(run_dir)) is not None:
         raise _running(run_dir, process)
     if resume:
-        check_same(with_steps(config, read_run(run_dir).trainer.steps), run_dir)
+        run = read_run(run_dir)
+        check_same(resumable.with_keys_of(config, run), run_dir)
+        resumable.check(config, run)
         _check_steps(config, run_dir)
     elif (run_dir / RESOLVED).is_file():
         allowed = "it contains a run already: add --resume to continue it, or choose a new --run-dir"
@@ -88,7 +92,7 @@ def _check_steps(config: Config, run_dir: Path) -> None:
 
 
 def adopt(config: Config, run_dir: Path) -> None:
-    """Store the configuration of a run that is resumed with a new value of ``trainer.steps``."""
+    """Store the configuration of a run that is resumed with new values of ``resumable`` keys."""
     if read_run(run_dir) != config:
         write_resolved(config, run_dir)
 

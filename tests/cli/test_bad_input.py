@@ -53,7 +53,9 @@ def test_a_key_that_a_resumed_run_may_not_change(cli: Cli, short_dir: Path) -> N
     from staleflow.configs.loading.load import load, write_resolved
 
     write_resolved(load(SIMULATED), short_dir / "r")
-    words = "seed is 1; a run keeps its configuration: --resume may change trainer.steps"
+    words = (
+        "seed is 1; a run keeps its configuration: --resume may change trainer.steps, trainer.nproc, trainer.backend, "
+    )
     refused(cli("run", "--resume", "--run-dir", "r", "seed=1"), words, ["r"])
 
 

@@ -72,14 +72,14 @@ def test_a_run_without_a_whole_checkpoint_refuses_at_once_and_names_weights_that
     alone = (*SMOKE, "trainer.keep_checkpoints=1")
     stopped(run_dir, "smoke.toml", *alone, steps=5)
     *_, newest = checkpoints(run_dir)
-    flip(run_dir / "checkpoints" / str(newest) / "trainer.safetensors")
+    flip(run_dir / "checkpoints" / str(newest) / "optimizer/rank-0-file-0.safetensors")
     before = sorted((run_dir / "checkpoints").rglob("*"))
     with Run(run_dir, "smoke.toml", *alone, "--resume") as run:
         output = run.finish(END_S)
     assert run.process.returncode == 2, output
     (line,) = [line for line in output.splitlines() if "the run failed: trainer rejected its configuration" in line]
     assert f"start a new run with model.path={run_dir}/checkpoints/{newest} " in line
-    assert f"{newest} is damaged (trainer.safetensors does not match its checksum)" in line
+    assert f"{newest} is damaged (optimizer/rank-0-file-0.safetensors does not match its checksum)" in line
     assert run.summary()["restarts"] == {}
     assert sorted((run_dir / "checkpoints").rglob("*")) == before
     audited(run_dir, "open=2")

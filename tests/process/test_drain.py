@@ -88,7 +88,8 @@ def test_a_finished_run_trains_more_steps_when_it_is_resumed_with_more(run_dir: 
     other = cli("run", "--resume", run_dir, "trainer.lr=0.5")
     assert (other.returncode, other.stderr) == (
         2,
-        "staleflow: trainer.lr is 0.5; a run keeps its configuration: --resume may change trainer.steps\n",
+        "staleflow: trainer.lr is 0.5; a run keeps its configuration: --resume may change trainer.steps, "
+        "trainer.nproc, trainer.backend, trainer.gpus\n",
     )
     assert read_run(run_dir).trainer.steps == 9
 

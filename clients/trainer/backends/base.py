@@ -118,6 +118,18 @@ class StreamingBackend(Backend, Protocol):
         ...
 
 
+@runtime_checkable
+class AsyncBackend(Backend, Protocol):
+    """A backend that can write a checkpoint while it trains."""
+
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        """Copy everything that ``save`` writes to main memory; return the function that writes it, in any thread.
+
+        Without enough memory, write it at once; the function then has nothing left to do.
+        """
+        ...
+
+
 def not_finite(**numbers: float) -> str:
     """Return the first number that is not finite, with its name; empty if all are finite."""
     for name, value in numbers.items():

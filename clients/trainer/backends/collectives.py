@@ -94,6 +94,8 @@ class ManyRanks:
             timeout=DEVICE_TIMEOUT,
         )
         self._orders: Any = dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT)
+        self._writers: Any = dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT)
+        """For the threads that write checkpoints: calls of two threads in one group could mix."""
 
     def sum(self, values: Tensor) -> Tensor:
         return self._reduced(values, dist.ReduceOp.SUM)
@@ -144,6 +146,13 @@ class ManyRanks:
         if length:
             dist.broadcast(raw, 0, group=self._orders)
         return order, raw.numpy().tobytes().decode()
+
+    def written(self, ok: bool) -> list[int]:
+        """Return the ranks whose part of a checkpoint failed, once every rank has reported. For the writing threads."""
+        mine = torch.tensor([int(ok)])
+        flags = [torch.empty_like(mine) for _ in range(self.place.world)]
+        dist.all_gather(flags, mine, group=self._writers)
+        return [rank for rank, flag in enumerate(flags) if not int(flag)]
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

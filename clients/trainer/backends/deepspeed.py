@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from staleflow.clients.models.files import load_random, save_random, shard_file
+from staleflow.clients.models.files import load_random, random_file, shard_file
+from staleflow.clients.models.optimizer_files import TensorFile
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
 from staleflow.clients.trainer.backends.optimizer import groups
@@ -140,14 +141,13 @@ class DeepspeedLearner:
                 with self._gathered([tensor]):
                     yield name, tensor.detach()
 
-    def save(self, directory: Path) -> None:
+    def state(self) -> list[TensorFile]:
         tensors: dict[str, Tensor] = {}
         for number, master in enumerate(self._masters()):
-            tensors[f"{number}/{_MASTER}"] = master.detach().cpu().contiguous()
-            for key, value in self._adam.state.get(master, {}).items():
-                tensors[f"{number}/{key}"] = value.detach().cpu().contiguous()
-        save_file(tensors, directory / shard_file(self._name, self._ranks.place))
-        save_random(directory, self._ranks.place.rank)
+            tensors[f"{number}/{_MASTER}"] = master
+            tensors |= {f"{number}/{key}": value for key, value in self._adam.state.get(master, {}).items()}
+        where = self._ranks.place
+        return [TensorFile(str(shard_file(self._name, where)), tensors), random_file(where.rank)]
 
     def check(self, directory: Path) -> None:
         shard_file(self._name, self._ranks.place, inside=directory)

@@ -7,17 +7,15 @@ bfloat16 copies of them, and gradients are reduced in float32. FSDP averages gra
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from staleflow.clients.models.files import load_random, save_random, shard_file
+from staleflow.clients.models.optimizer_files import Part, whole
 from staleflow.clients.trainer.backends.collectives import Ranks
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, distinct, layers
 from staleflow.clients.trainer.backends.single import PlainLearner
@@ -59,30 +57,17 @@ class FsdpLearner(PlainLearner):
                 whole = whole.to(self._dtype)
             yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole
 
-    def save(self, directory: Path) -> None:
-        local = {name: _local(tensor).cpu().contiguous() for name, tensor in self.optimizer.tensors().items()}
+    def parts(self) -> Iterator[Part]:
+        """Yield this rank's shards; rank 0 yields what every rank has."""
+        state = self.optimizer.tensors()
         if self._dtype != torch.float32:  # the model's files have lower precision than the shards
-            local |= {f"shard/{name}": _local(p.detach()).cpu() for name, p in self.model.named_parameters()}
-        save_file(local, directory / shard_file("fsdp", self.ranks.place))
-        save_random(directory, self.ranks.place.rank)
-
-    def check(self, directory: Path) -> None:
-        shard_file("fsdp", self.ranks.place, inside=directory)
-
-    def load(self, directory: Path) -> None:
-        stored = load_file(shard_file("fsdp", self.ranks.place, inside=directory))
-        parameters = dict(self.model.named_parameters())
-        state: dict[str, Tensor] = {}
-        for full, value in stored.items():
-            kind, _, rest = full.partition("/")
-            if kind == "shard":
-                with torch.no_grad():
-                    parameters[rest].to_local().copy_(value)
-            else:
-                name, _, key = rest.rpartition("/")
-                state[full] = value if key == "step" else _like(parameters[name], value.to(self.ranks.device))
-        self.optimizer.load(state)
-        load_random(directory, self.ranks.place.rank, self.ranks.device)
+            state |= {f"master/{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        where = self.ranks.place
+        for name, tensor in state.items():
+            if not isinstance(tensor, DTensor):
+                yield from whole({name: tensor} if where.leads else {})
+            elif (rows := _rows(tensor.shape[0], where.rank, where.world)).start < rows.stop:
+                yield Part(name, tensor.to_local(), (rows.start, *[0] * (tensor.ndim - 1)))
 
 
 def _fill(model: Any, files: WeightFiles, ranks: Ranks) -> None:
@@ -104,10 +89,6 @@ def _rows(count: int, rank: int, world: int) -> slice:
     """Return a rank's part of the first dimension; FSDP splits it like ``torch.chunk``."""
     size = -(-count // world)
     return slice(min(rank * size, count), min((rank + 1) * size, count))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(parameter: Any, local: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from staleflow.clients.models.optimizer_files import TensorFile
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles
 from staleflow.clients.trainer.backends.snapshot import Snapshot
@@ -51,16 +52,16 @@ class Learner(Protocol):
         """Yield every tensor with its name, complete, one at a time; tied ones once. Every rank must iterate."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Save optimizer and random state, and master weights that differ from the model's."""
+    def state(self) -> list[TensorFile]:
+        """Return this rank's files: optimizer and random state, and master weights that differ from the model's."""
         ...
 
     def check(self, directory: Path) -> None:
-        """Raise ``ConfigError`` if another number of ranks or another backend wrote the directory."""
+        """Raise ``ConfigError`` if this backend cannot read the files of the backend, or the ranks, that wrote them."""
         ...
 
     def load(self, directory: Path) -> None:
-        """Load the files of ``save``; raise ``ConfigError`` as ``check`` does."""
+        """Load the files of ``state``; raise ``ConfigError`` as ``check`` does."""
         ...
 
     def close(self) -> None:

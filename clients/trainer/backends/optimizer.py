@@ -99,23 +99,36 @@ class MasterAdamW:
                 state[f"master/{name}"] = master.detach()
         return state
 
+    def target(self, full: str) -> Tensor:
+        """Return the tensor to read a stored one into: the master itself, or a new one beside it.
+
+        ``ValueError`` if the name belongs to no parameter.
+        """
+        kind, name, key = _parsed(full)
+        if name not in self._master or kind not in ("adam", "master"):
+            raise ValueError(f"tensor {full} belongs to no parameter")
+        master = self._master[name].detach()
+        if kind == "master":
+            return master
+        # Fused Adam keeps its step count beside the moments, on the weights' device.
+        return torch.zeros((), device=master.device) if key == "step" else torch.empty_like(master)
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state returned by ``tensors``. ``ValueError`` names a tensor that does not fit."""
+        """Use the tensors of ``target`` as the state, without copying them."""
         states: dict[str, dict[str, Tensor]] = {}
         for full, value in tensors.items():
-            kind, _, rest = full.partition("/")
-            if kind == "master" and rest in self._master:
-                with torch.no_grad():
-                    self._master[rest].copy_(value)
-                continue
-            name, _, key = rest.rpartition("/")
-            if kind != "adam" or name not in self._master:
-                raise ValueError(f"optimizer tensor {full} belongs to no parameter of this model")
-            states.setdefault(name, {})[key] = value
+            kind, name, key = _parsed(full)
+            if kind == "adam":
+                states.setdefault(name, {})[key] = value
         for name, state in states.items():
-            master = self._master[name]
-            # Fused Adam keeps its step count beside the moments, on the weights' device.
-            self._adam.state[master] = {key: value.to(master.device, copy=True) for key, value in state.items()}
+            self._adam.state[self._master[name]] = state
+
+
+def _parsed(full: str) -> tuple[str, str, str]:
+    """Return kind, parameter and key of a name in ``tensors``: ``adam/NAME/KEY`` or ``master/NAME``."""
+    kind, _, rest = full.partition("/")
+    name, _, key = rest.rpartition("/") if kind == "adam" else (rest, "", "")
+    return kind, name, key
 
 
 def groups(

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
-from staleflow.clients.models.files import STATE, load_random, save_random, save_state, state_file
+from staleflow.clients.models.files import check_any_ranks, load_random, random_file
+from staleflow.clients.models.optimizer_files import Part, TensorFile, optimizer_files, read_optimizer, whole
 from staleflow.clients.trainer.backends.collectives import Ranks
 from staleflow.clients.trainer.backends.optimizer import MasterAdamW
 from staleflow.clients.trainer.backends.snapshot import Snapshot
@@ -53,17 +53,21 @@ class PlainLearner:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from named(self.model)
 
-    def save(self, directory: Path) -> None:
-        """Save the optimizer's state, which is equal on every rank, so that any number of ranks can resume from it."""
+    def state(self) -> list[TensorFile]:
+        where = self.ranks.place
+        return [*optimizer_files(self.parts(), where), random_file(where.rank)]
+
+    def parts(self) -> Iterator[Part]:
+        """Yield this rank's part of the optimizer's state. Here it is equal on every rank, and rank 0 writes it."""
         if self.ranks.place.leads:
-            save_state(self.optimizer.tensors(), directory / STATE)
-        save_random(directory, self.ranks.place.rank)
+            yield from whole(self.optimizer.tensors())
 
     def check(self, directory: Path) -> None:
-        state_file(directory, STATE)
+        check_any_ranks(directory)
 
     def load(self, directory: Path) -> None:
-        self.optimizer.load(load_file(state_file(directory, STATE)))
+        check_any_ranks(directory)
+        self.optimizer.load(read_optimizer(directory, self.optimizer.target))
         load_random(directory, self.ranks.place.rank, self.ranks.device)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ rank 0 requests micro-batches; it announces the groups of each, and every rank f
 """
 
 import logging
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -18,6 +19,7 @@ import numpy as np
 
 from staleflow.clients.trainer.backends.base import (
     Array,
+    AsyncBackend,
     OutOfMemory,
     Published,
     StepResult,
@@ -60,6 +62,8 @@ class Order(IntEnum):
     """whether it is the first of its step, and whether the last"""
     FINISH = 9
     """a header without groups, JSON"""
+    BEGIN_SAVE = 10
+    """path"""
 
 
 class OrderChannel(Protocol):
@@ -71,12 +75,14 @@ class OrderChannel(Protocol):
 
     def gather(self, values: Array) -> Array: ...
 
+    def written(self, ok: bool) -> list[int]: ...
+
     def barrier(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-class RankBackend(StreamingBackend, Protocol):
+class RankBackend(StreamingBackend, AsyncBackend, Protocol):
     """A backend with an instance on every rank."""
 
     def gather(self) -> None:
@@ -169,6 +175,22 @@ class Leader:
         with self._operation(Order.SAVE, text=str(directory.absolute())):
             self._backend.save(directory)
             self._ranks.barrier()
+
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        """Copy the state on every rank. The returned function also waits for the other ranks, which write meanwhile."""
+        with self._operation(Order.BEGIN_SAVE, text=str(directory.absolute())):
+            write = self._backend.begin_save(directory)
+
+        def written() -> None:
+            try:
+                write()
+            except BaseException:
+                self._ranks.written(False)
+                raise
+            if failed := self._ranks.written(True):
+                raise RuntimeError(f"ranks {failed} failed to write their part of {directory}; see their logs")
+
+        return written
 
     def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
         if not self._backend.together:
@@ -271,13 +293,39 @@ class _FollowerStep:
         self._backend.finish(concatenated(self._parts, header), header.step)
 
 
+class _FollowerWriter:
+    """A follower's thread that writes its part of a checkpoint, one at a time."""
+
+    def __init__(self, ranks: OrderChannel) -> None:
+        self._ranks = ranks
+        self._thread: threading.Thread | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception:  # rank 0 ends the run, unless a later trainer has removed the checkpoint
+            log.exception("part of a checkpoint not written")
+            self._ranks.written(False)
+        else:
+            self._ranks.written(True)
+
+
 def follow(backend: RankBackend, ranks: OrderChannel, batches: Batches, stopping: Stopping) -> None:
     """Execute the orders of rank 0 until it releases this rank.
 
     Raise ``OutOfMemory`` after reporting it to the run: rank 0 cannot, as it may wait for this rank within a pass.
     """
     batch: TrainBatch | None = None
-    parts = _FollowerStep(backend, ranks, batches)
+    parts, writer = _FollowerStep(backend, ranks, batches), _FollowerWriter(ranks)
     while True:
         (kind, first, second, *_), text = ranks.receive()
         try:
@@ -303,9 +351,12 @@ def follow(backend: RankBackend, ranks: OrderChannel, batches: Batches, stopping
                 case Order.SAVE:
                     backend.save(Path(text))
                     ranks.barrier()
+                case Order.BEGIN_SAVE:
+                    writer.start(backend.begin_save(Path(text)))
                 case Order.EVALUATE:
                     backend.evaluate(Version(first), stopping)
                 case Order.END:
+                    writer.wait()
                     backend.close()
                     ranks.close()
                     return

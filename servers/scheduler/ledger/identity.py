@@ -5,8 +5,9 @@ from pathlib import Path
 
 import msgspec
 
+from staleflow.configs import resumable
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.loading.load import config_sha, difference, from_json, to_json, with_steps
+from staleflow.configs.loading.load import config_sha, difference, from_json, to_json
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.store.base import Store, Write
@@ -27,14 +28,14 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 def identify(store: Store, config: Config, run_dir: Path, run: str = "") -> Identity:
     """Return the identity of this start. Raises ``ConfigError`` if the store belongs to another configuration.
 
-    ``trainer.steps`` may differ: a resumed run may have more. ``run``: name of a new run, generated if empty.
+    The keys of ``resumable`` may differ. ``run``: name of a new run, generated if empty.
     """
     old, sha = stored(store), config_sha(config)
     if old is None:
         run = run or f"{config.name}-{secrets.token_hex(4)}"
         return Identity(run=run, config_sha=sha, config=to_json(config), incarnation=1)
-    if old.config_sha != sha and to_json(with_steps(config, _steps(old))) != old.config:
-        raise _differs(run_dir, old, config)
+    if old.config_sha != sha:
+        _check_resumable(run_dir, old, config)
     return msgspec.structs.replace(old, config_sha=sha, config=to_json(config), incarnation=old.incarnation + 1)
 
 
@@ -63,12 +64,18 @@ def check_steps(old: Identity | None, config: Config, version: int) -> None:
         raise ConfigError("trainer.steps", steps, f"{version} steps are trained already: use at least as many")
 
 
-def _differs(run_dir: Path, old: Identity, config: Config) -> ConfigError:
-    change = difference(from_json(old.config), config)
+def _check_resumable(run_dir: Path, old: Identity, config: Config) -> None:
+    """Raise ``ConfigError`` if ``config`` differs in a key that a resume may not change, or from a kept checkpoint."""
+    before = from_json(old.config)
+    kept = resumable.with_keys_of(config, before)
+    if to_json(kept) == old.config:
+        resumable.check(config, before)
+        return
+    change = difference(before, kept)
     if change is None:
-        return ConfigError("run directory", str(run_dir), "it belongs to another configuration")
+        raise ConfigError("run directory", str(run_dir), "it belongs to another configuration")
     key, theirs, ours = change
-    return ConfigError(key, ours, f"the run in {run_dir} was started with {theirs}; use another run directory")
+    raise ConfigError(key, ours, f"the run in {run_dir} was started with {theirs}; use another run directory")
 
 
 def save(txn: Write, identity: Identity) -> None:

@@ -35,6 +35,12 @@ def keep(trainer: TorchTrainer, leads: bool, file: str) -> None:
         save(file, **weights)
 
 
+def save(trainer: TorchTrainer, leads: bool, task: dict[str, Any]) -> None:
+    """Save a checkpoint, and the weights that would be published with it."""
+    trainer.save(Path(task["save"]))
+    keep(trainer, leads, task["out"] + "-saved.npz")
+
+
 def count_tokens(trainer: TorchTrainer) -> list[int]:
     """Record the tokens of the rows that this rank divides into passes, at each division."""
     gradients, tokens = trainer._gradients, list[int]()
@@ -73,6 +79,8 @@ def main() -> None:
         assert initial() is None, "two models in memory"
     where, results = ranks.place, list[dict[str, Any]]()
     computed = count_tokens(trainer)
+    if task.get("save_after") == -1:
+        save(trainer, where.leads, task)
     for step in task["steps"]:
         data = share(step, where.rank, where.world, groups=task.get("groups", 3), longest=task.get("longest", 1))
         if step in task.get("bad", []) and where.rank == where.world - 1:
@@ -97,8 +105,7 @@ def main() -> None:
         if step in task.get("evaluated", []) and (where.leads or trainer.together):
             results[-1] |= trainer.evaluate(Version(step + 1), lambda: False)
         if step == task.get("save_after"):
-            trainer.save(Path(task["save"]))
-            keep(trainer, where.leads, task["out"] + "-saved.npz")
+            save(trainer, where.leads, task)
     keep(trainer, where.leads, task["out"] + ".npz")
     if where.leads:
         Path(task["out"] + ".json").write_text(json.dumps(results))

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from staleflow.clients.trainer.backends.base import OutOfMemory, StepResult, Stopped, Stopping, Weights
+from staleflow.clients.trainer.backends.base import Backend, OutOfMemory, StepResult, Stopped, Stopping, Weights
 from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
 from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
@@ -131,7 +131,7 @@ class Counting:
 def loop(
     folder: Path,
     client: Told,
-    backend: Counting,
+    backend: Backend,
     settings: Config | None = None,
     stop: threading.Event | None = None,
     samples: Samples | None = None,

@@ -143,7 +143,13 @@ def test_a_checkpoint_opens_as_any_model_directory_and_holds_no_pickle(model_dir
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert torch.equal(model.model.embed_tokens.weight, trainer.model.model.embed_tokens.weight)
     assert AutoTokenizer.from_pretrained(tmp_path)("1+2")["input_ids"] == [1, 10, 2]
-    assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".safetensors", ".jinja", ".txt", ".model"}
+    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} <= {
+        ".json",
+        ".safetensors",
+        ".jinja",
+        ".txt",
+        ".model",
+    }
 
 
 @pytest.mark.parametrize(
@@ -442,9 +448,9 @@ def test_weights_that_do_not_fit_the_model_directory_are_refused_by_name(
 def test_a_checkpoint_of_another_backend_is_refused_and_its_writer_named(model_directory: Path, tmp_path: Path) -> None:
     trainer = TorchTrainer(config(), model_directory)
     trainer.save(tmp_path)
-    (tmp_path / "trainer.safetensors").rename(tmp_path / "fsdp-0-of-4.safetensors")
+    (tmp_path / "random-0.safetensors").rename(tmp_path / "deepspeed-zero2-0-of-4.safetensors")
     for use in (trainer.check, trainer.load):
-        with pytest.raises(ConfigError, match="it was written by fsdp on 4 ranks; resume with the same"):
+        with pytest.raises(ConfigError, match="it was written by deepspeed-zero2 on 4 ranks, whose files only the sam"):
             use(tmp_path)
 
 
@@ -474,7 +480,7 @@ def test_a_model_saved_tensor_by_tensor_is_the_one_saved_at_once(
     monkeypatch.setattr(torch_files, "FILE_BYTES", 20_000)
     trainer = TorchTrainer(config(), model_directory)
     trained(trainer, 0)
-    torch_files.save_streamed(
+    torch_files.save_model(
         trainer.model, trainer.learner.tensors(), tmp_path, dtype="float32", tokenizer_of=model_directory
     )
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1

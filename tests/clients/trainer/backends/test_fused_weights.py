@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from staleflow.clients.models.files import load_model, save_streamed
+from staleflow.clients.models.files import load_model, save_model
 from staleflow.clients.models.fused_weights import as_stored
 from staleflow.clients.trainer.backends.sharded_files import distinct, open_model
 from staleflow.clients.trainer.backends.tensors import named
@@ -122,7 +122,7 @@ def test_a_streamed_checkpoint_has_the_names_of_the_first_one(tmp_path: Path, ki
     assert files is not None
     values = {names[0]: files.read(files.stored(names), torch.empty(t.shape)) for t, names in distinct(model)}
     (tmp_path / "second").mkdir()
-    save_streamed(model, values.items(), tmp_path / "second", dtype="float32", tokenizer_of=directory)
+    save_model(model, values.items(), tmp_path / "second", dtype="float32", tokenizer_of=directory)
     found = tensors(tmp_path / "second")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

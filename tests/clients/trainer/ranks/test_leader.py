@@ -36,8 +36,8 @@ class Room:
 
 
 class Ranks:
-    def __init__(self, room: Room, rank: int) -> None:
-        self._room, self._rank = room, rank
+    def __init__(self, room: Room, rank: int, writers: Room | None = None) -> None:
+        self._room, self._rank, self._writers = room, rank, writers or Room()
         self.closed = False
 
     def broadcast(self, order: list[int], text: str = "") -> None:
@@ -50,6 +50,10 @@ class Ranks:
     def gather(self, values: Array) -> Array:
         said = self._room.exchange(self._rank, values)
         return np.concatenate([said[0], said[1]])
+
+    def written(self, ok: bool) -> list[int]:
+        said = self._writers.exchange(self._rank, ok)
+        return [rank for rank in (0, 1) if not said[rank]]
 
     def barrier(self) -> None:
         self._room.exchange(self._rank, None)
@@ -64,7 +68,9 @@ class Recorded:
     def __init__(self, *, together: bool) -> None:
         self.together = together
         self.calls: list[Any] = []
-        self.stops = False
+        self.stops = self.full = False
+        self.released = threading.Event()
+        """Set once ``begin_save`` may write."""
 
     def check(self, directory: Path) -> None:
         self.calls.append(("check", directory.name))
@@ -74,6 +80,17 @@ class Recorded:
 
     def save(self, directory: Path) -> None:
         self.calls.append(("save", directory.name))
+
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        self.calls.append(("begin_save", directory.name))
+
+        def write() -> None:
+            self.released.wait(LIMIT_S)
+            if self.full:
+                raise OSError("the disk is full")
+            self.calls.append(("written", directory.name))
+
+        return write
 
     def weights(self) -> Published:
         return {"a": np.zeros(2), "b": np.ones(1)}
@@ -141,11 +158,12 @@ def scene() -> Iterator[Callable[..., Scene]]:
 
     def make(*found: TrainBatch | None, together: bool = True) -> Scene:
         room, first, second, fed = Room(), Recorded(together=together), Recorded(together=together), Fed(*found)
-        arguments = (second, Ranks(room, 1), fed, lambda: False)
+        writers = Room()
+        arguments = (second, Ranks(room, 1, writers), fed, lambda: False)
         thread = threading.Thread(target=follow, args=arguments, daemon=True)
         threads.append(thread)
         thread.start()
-        leader = Leader(first, Ranks(room, 0), lambda: (TrainerTerm(3), Version(5)))
+        leader = Leader(first, Ranks(room, 0, writers), lambda: (TrainerTerm(3), Version(5)))
         return leader, first, second, fed, lambda: thread.join(LIMIT_S)
 
     yield make
@@ -170,6 +188,41 @@ def test_every_rank_does_what_the_loop_asks_of_the_first(scene: Callable[..., Sc
     assert first.calls == [("check", "5"), *did]
     assert second.calls == [*did[:2], "gather", *did[2:]]
     assert fed.followed == [(3, 5)]
+
+
+def test_every_rank_writes_its_copy_of_a_checkpoint_while_the_next_step_trains(scene: Callable[..., Scene]) -> None:
+    data = batch(5)
+    leader, first, second, _, wait = scene(data)
+    write = leader.begin_save(Path("6"))
+    assert leader.same(data)
+    leader.train(data, Step(5), lambda: False)
+    trained = [("begin_save", "6"), ("train", 5, 6)]
+    assert (first.calls, second.calls) == (trained, trained)
+    first.released.set()
+    second.released.set()
+    write()
+    leader.close()
+    wait()
+    assert first.calls == second.calls == [*trained, ("written", "6"), "close"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_that_one_rank_fails_to_write_is_an_error_of_the_first(
+    scene: Callable[..., Scene], rank: int
+) -> None:
+    leader, first, second, _, wait = scene()
+    write = leader.begin_save(Path("6"))
+    for backend in (first, second):
+        backend.released.set()
+    (first, second)[rank].full = True
+    wrong = (
+        (OSError, "the disk is full") if rank == 0 else (RuntimeError, r"ranks \[1\] failed to write their part of 6")
+    )
+    with pytest.raises(wrong[0], match=wrong[1]):
+        write()
+    leader.close()
+    wait()
+    assert second.calls[-1] == "close"
 
 
 def test_weights_are_gathered_anew_each_time_somebody_goes_through_them(scene: Callable[..., Scene]) -> None:

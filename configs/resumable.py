@@ -1,0 +1,37 @@
+"""Keys that a resumed run may change: its length, and the ranks and the backend of its trainer.
+
+A checkpoint of ``torch``, ``ddp`` or ``fsdp`` can be read by each of them, on any number of ranks.
+"""
+
+import msgspec
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.schema import Config
+
+KEYS = ("trainer.steps", "trainer.nproc", "trainer.backend", "trainer.gpus")
+RESHARDABLE = ("torch", "ddp", "fsdp")
+"""Backends that read each other's checkpoints."""
+
+
+def with_keys_of(config: Config, other: Config) -> Config:
+    """Return the configuration with the values of ``other`` for all keys that a resume may change."""
+    names = [key.removeprefix("trainer.") for key in KEYS]
+    values = {name: getattr(other.trainer, name) for name in names}
+    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, **values))
+
+
+def check(config: Config, run: Config) -> None:
+    """Raise ``ConfigError`` if a trainer with ``config`` could not read the checkpoints of ``run``."""
+    new, old = config.trainer, run.trainer
+    readable = new.backend in RESHARDABLE and old.backend in RESHARDABLE
+    if new.backend != old.backend and not readable:
+        allowed = f"the run has {old.backend!r}, whose checkpoints only it can read"
+        if old.backend in RESHARDABLE:
+            allowed = f"the run has {old.backend!r}; a resume may change it to one of {', '.join(RESHARDABLE)}"
+        raise ConfigError("trainer.backend", new.backend, allowed)
+    if new.nproc != old.nproc and new.backend == "deepspeed":
+        allowed = (
+            f"the run has {old.nproc}, and its DeepSpeed checkpoints fit no other number of ranks "
+            "(DeepSpeed's universal checkpoints are not supported)"
+        )
+        raise ConfigError("trainer.nproc", new.nproc, allowed)

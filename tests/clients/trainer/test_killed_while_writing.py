@@ -1,0 +1,51 @@
+"""A trainer that is killed while a thread writes a checkpoint resumes from the one before."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.clients.trainer.service import Service, serving
+from tests.clients.trainer.test_process import checkpoints, surviving_steps
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+LIMIT_S = 120.0
+STEPS = 12
+
+
+def kill_while_it_writes(service: Service, trainer: "subprocess.Popen[bytes]") -> int:
+    """Kill the trainer between the first and the last file of a checkpoint after the first; return its version."""
+    folder, deadline = service.run_dir / "checkpoints", time.monotonic() + LIMIT_S
+    service.wait_for("checkpoint", 1, LIMIT_S)
+    while time.monotonic() < deadline:
+        assert trainer.poll() is None, "it ended before it could be killed"
+        if not any(any(part.iterdir()) for part in folder.glob("*.part")):
+            continue
+        os.kill(trainer.pid, signal.SIGSTOP)
+        unfinished = [part for part in folder.glob("*.part") if any(part.iterdir())]
+        if unfinished and not any((part / "checkpoint.json").exists() for part in unfinished):
+            trainer.kill()
+            trainer.wait(LIMIT_S)
+            return int(unfinished[0].name.partition(".")[0])
+        os.kill(trainer.pid, signal.SIGCONT)
+    raise AssertionError(f"no checkpoint was seen half written in {LIMIT_S} s")
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(model_directory: Path) -> None:
+    rollout = ("rollout.engine=transformers", "rollout.max_inflight=16", "rollout.max_new_tokens=8")
+    trainer = ("trainer.backend=torch", f"trainer.steps={STEPS}", "trainer.checkpoint_every=1")
+    with serving(*rollout, *trainer, f"model.path={model_directory}") as service:
+        unfinished = kill_while_it_writes(service, service.start_trainer())
+        before = checkpoints(service)
+        assert before
+        assert max(before) < unfinished
+        assert service.start_trainer().wait(LIMIT_S) == 0
+        log = (service.run_dir / "logs" / "trainer.log").read_text()
+        assert f"resumed from {service.run_dir}/checkpoints/{max(before)}" in log
+        assert "is damaged" not in log
+        assert surviving_steps(service) == list(range(STEPS))
+        assert not [*(service.run_dir / "checkpoints").glob("*.part")], "what the kill left is removed"
