@@ -519,6 +519,10 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Number of padded tokens of one forward and backward pass; the gradients of a step's passes are summed."""
     lr: PositiveFloat = 1e-6
     """Learning rate of AdamW after the warm-up. The higher it is, the more each version of staleness costs."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """``adamw``: AdamW with moments in float32, 8 bytes a parameter. ``adamw_8bit``: torchao's (an extra), with moments
+    in 8 bits and a scale for each block of 256, 2 bytes a parameter; tensors below 4096 values keep float32. Updates
+    are less exact, weights are not. Not with ``backend = "deepspeed"``."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of AdamW's first and second moment, each at least 0 and below 1."""
     adam_eps: PositiveFloat = 1e-8

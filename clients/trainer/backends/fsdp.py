@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from staleflow.clients.models.files import load_random, save_random, shard_file
+from staleflow.clients.trainer.backends.adamw import is_part
 from staleflow.clients.trainer.backends.collectives import Ranks
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, distinct, layers
 from staleflow.clients.trainer.backends.single import PlainLearner
@@ -80,7 +81,8 @@ class FsdpLearner(PlainLearner):
                     parameters[rest].to_local().copy_(value)
             else:
                 name, _, key = rest.rpartition("/")
-                state[full] = value if key == "step" else _like(parameters[name], value.to(self.ranks.device))
+                whole = key == "step" or is_part(key)
+                state[full] = value if whole else _like(parameters[name], value.to(self.ranks.device))
         self.optimizer.load(state)
         load_random(directory, self.ranks.place.rank, self.ranks.device)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from staleflow.clients.trainer.backends.adamw import joined, make_adamw, plain_parts, set_rate, stepping
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
 from staleflow.clients.trainer.backends.snapshot import Snapshot
 from staleflow.configs.schema import Trainer
@@ -27,13 +28,7 @@ class MasterAdamW:
             for name, p in self._model.items()
         }
         self._of = {id(p): self._master[name] for name, p in self._model.items()}
-        self._adam = torch.optim.AdamW(
-            groups(self._master.values(), config),
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.adam_eps,
-            fused=True,  # one pass over the memory of weights, gradients and moments, without temporary copies
-        )
+        self._adam = make_adamw(groups(self._master.values(), config), config)
 
     def collect(self) -> None:
         """Add the model's gradients to the masters' and clear them; no effect for a float32 model."""
@@ -69,9 +64,9 @@ class MasterAdamW:
     def step(self, number: int, lr_factor: float = 1.0) -> float:
         """Update the weights as train step ``number`` of the run; return the learning rate, scaled by ``lr_factor``."""
         rate = learning_rate(self._config, number) * lr_factor
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        self._adam.step()
+        set_rate(self._adam, rate)
+        with stepping(next(iter(self._master.values())).device):
+            self._adam.step()
         with torch.no_grad():
             for name, parameter in self._model.items():
                 if self._master[name] is not parameter:
@@ -94,7 +89,7 @@ class MasterAdamW:
         state: dict[str, Tensor] = {}
         for name, master in self._master.items():
             for key, value in self._adam.state.get(master, {}).items():
-                state[f"adam/{name}/{key}"] = value
+                state |= {f"adam/{name}/{part}": tensor for part, tensor in plain_parts(key, value)}
             if master is not self._model[name]:
                 state[f"master/{name}"] = master.detach()
         return state
@@ -113,9 +108,7 @@ class MasterAdamW:
                 raise ValueError(f"optimizer tensor {full} belongs to no parameter of this model")
             states.setdefault(name, {})[key] = value
         for name, state in states.items():
-            master = self._master[name]
-            # Fused Adam keeps its step count beside the moments, on the weights' device.
-            self._adam.state[master] = {key: value.to(master.device, copy=True) for key, value in state.items()}
+            self._adam.state[self._master[name]] = joined(self._master[name], state)
 
 
 def groups(
