@@ -473,8 +473,19 @@ class Trainer(Section, frozen=True, kw_only=True):
     zero_stage: Annotated[int, Meta(ge=0, le=3)] = 2
     """State that DeepSpeed shards: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights. 0 and 1 for float32
     only."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: a third more time, far less memory."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """Recompute activations in the backward pass instead of storing them. ``true``: all of a layer but its input, for a
+    third more time and far less memory. ``"selective"``: all but the results of matrix products and attention, for a
+    few percent more time and about half of the memory."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """State of a GPU's trainer that is kept in main memory instead. ``optimizer`` (``backend = "torch"``): float32
+    weights, gradients and moments, so that the GPU has only the weights in ``model.dtype`` and one pass's gradients, 4
+    bytes a parameter in bfloat16. The CPU takes the step, and gradients are copied after each pass. ``parameters``
+    (``backend = "fsdp"``): also the shards of the weights, which are copied for each layer. No effect on a CPU."""
+    offload_activations: bool = False
+    """Copy what the backward pass needs to main memory in the forward pass, and back when it is needed: less memory on
+    the GPU, and slower by the time of the copies. With ``gradient_checkpointing = true`` these are the inputs of the
+    layers, and copies are short. No effect on a CPU. Not with ``backend = "deepspeed"``."""
     packing: bool = False
     """Concatenate the trajectories of a pass in one row, without padding; ``micro_tokens`` then counts real tokens. No
     effect on a model for which ``share_prompts`` is in use."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from staleflow.clients.models.passes import computed, packed_passes, padded_passes, shared_passes
 from staleflow.clients.trainer.algorithms.router import RouterLoss
+from staleflow.clients.trainer.backends.activation_offload import activations_in_main_memory
 from staleflow.clients.trainer.backends.attention import Attention
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.flops import FlopsMeter
@@ -119,10 +120,18 @@ class ModelPasses:
         )
 
     def _logits(self, *, last: bool, **inputs: Any) -> Tensor:
-        output = self._learner.forward(last=last, use_cache=False, **self.router.inputs, **inputs)
+        with self._saving():
+            output = self._learner.forward(last=last, use_cache=False, **self.router.inputs, **inputs)
         self.router.keep(output)
         logits: Tensor = output.logits
         return logits
+
+    def _saving(self) -> AbstractContextManager[None]:
+        """Return the context of a forward pass that decides where its activations are kept."""
+        device = self._ranks.device
+        if self._config.offload_activations and device.type == "cuda" and torch.is_grad_enabled():
+            return activations_in_main_memory(self._learner.model, device)
+        return nullcontext()
 
     def _backward(self, loss: Tensor) -> None:
         self._learner.backward(loss, last=False)

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from staleflow.clients.models.files import checkpoint_gradients, load_model, save_model, save_streamed
+from staleflow.clients.models.files import load_model, save_model, save_streamed
+from staleflow.clients.models.gradient_checkpointing import checkpoint_gradients
 from staleflow.clients.models.lora import adapt, load_adapter, published, save_adapter
 from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.trainer.algorithms.objective import Objective
@@ -101,8 +102,8 @@ class TorchTrainer:
             self._release_model()
         model, files = self._open(directory)
         self._passes.apply(model)
-        if self._config.trainer.gradient_checkpointing:
-            checkpoint_gradients(model)
+        if how := self._config.trainer.gradient_checkpointing:
+            checkpoint_gradients(model, selective=how == "selective")
         self._flops = FlopsMeter(model, self._ranks, self._config.model.dtype)
         self.learner = make_learner(self._config, model, self._ranks, files)
         self._passes.use(self.learner, self._flops)

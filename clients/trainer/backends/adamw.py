@@ -79,4 +79,5 @@ def joined(parameter: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _sharded_like(parameter: DTensor, local: Tensor) -> Tensor:
     mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
-    return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+    moved = DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+    return moved.to(parameter.device)  # of offloaded shards, another device than the mesh's

@@ -2,7 +2,8 @@
 """AdamW over float32 master weights, whatever dtype the model computes in.
 
 A learning rate of 1e-6 changes a weight by less than bfloat16 resolves; accumulated in float32, these changes count.
-For a float32 model the master weights *are* the model's, and nothing is copied.
+For a float32 model the master weights *are* the model's, and nothing is copied. With ``trainer.offload = "optimizer"``
+they are in main memory, where the CPU takes the step.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,9 +23,10 @@ class MasterAdamW:
 
     def __init__(self, model: nn.Module, config: Trainer) -> None:
         self._config = config
+        home = torch.device("cpu") if config.offload == "optimizer" else None
         self._model = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._master = {
-            name: p if p.dtype == torch.float32 else p.detach().to(torch.float32).requires_grad_()
+            name: p if p.dtype == torch.float32 and (home or p.device) == p.device else _master(p, home)
             for name, p in self._model.items()
         }
         self._of = {id(p): self._master[name] for name, p in self._model.items()}
@@ -36,7 +38,7 @@ class MasterAdamW:
             master = self._master[name]
             if master is parameter or parameter.grad is None:
                 continue
-            gradient = parameter.grad.to(torch.float32)
+            gradient = parameter.grad.to(master.device, torch.float32)
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
@@ -109,6 +111,10 @@ class MasterAdamW:
             states.setdefault(name, {})[key] = value
         for name, state in states.items():
             self._adam.state[self._master[name]] = joined(self._master[name], state)
+
+
+def _master(parameter: Tensor, home: torch.device | None) -> Tensor:
+    return parameter.detach().to(home or parameter.device, torch.float32).requires_grad_()
 
 
 def groups(
