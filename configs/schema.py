@@ -499,6 +499,11 @@ class Trainer(Section, frozen=True, kw_only=True):
     pass alone; ``eager``, and models that need it, use a dense mask of the pass's tokens squared. ``flash_attention_2``
     and ``flash_attention_3`` need their packages, a GPU and bfloat16; ``flex_attention`` needs a GPU. ``auto``: the
     model's default, or ``flash_attention_2`` for packing where it can be used."""
+    compile: bool = False
+    """Compile the decoder layers with ``torch.compile``: faster on a GPU, after a minute at the start. Lengths do not
+    matter: shapes are dynamic. Needs a C compiler, on a CPU a C++ compiler. The start compares a small pass with an
+    uncompiled one, and a model that cannot be compiled trains without, with a warning. Not with ``backend =
+    "deepspeed"``, nor with ``gradient_checkpointing = "selective"``."""
     logit_chunk: NonNegative = 8192
     """Maximum number of completion tokens whose logits exist at a time. A pass with more computes them again, chunk by
     chunk, in its backward pass, for less memory and up to a tenth more time. 0: all at once."""

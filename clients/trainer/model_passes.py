@@ -17,6 +17,7 @@ from staleflow.clients.trainer.algorithms.router import RouterLoss
 from staleflow.clients.trainer.backends.activation_offload import activations_in_main_memory
 from staleflow.clients.trainer.backends.attention import Attention
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
+from staleflow.clients.trainer.backends.compilation import CompiledLayers
 from staleflow.clients.trainer.backends.flops import FlopsMeter
 from staleflow.clients.trainer.backends.forward import completion_logprobs, ignores_padding, isolates_packed_rows
 from staleflow.clients.trainer.backends.learner import Learner
@@ -45,14 +46,19 @@ class ModelPasses:
         self._config = config.trainer
         self._ranks = ranks
         self._attention = Attention(config, ranks.device)
+        self.compiled = CompiledLayers(config.trainer.compile, ranks.device)
         self._output = OutputLayer(config.trainer.logit_chunk, config.rollout.temperature)
         replaceable = config.trainer.attention in ("auto", "sdpa")
         self._shares_prompts = config.trainer.share_prompts and config.rollout.group_size > 1 and replaceable
         self._mask_padding = True
 
     def apply(self, model: Any) -> None:
-        """Set attention and output layer of a loaded model. ``ConfigError`` if it does not support the attention."""
+        """Set attention and output layer of a loaded model, and compile its layers.
+
+        ``ConfigError`` if it does not support the attention.
+        """
         self._attention.apply(model)
+        self.compiled.apply(model)
         self._output.apply(model)
 
     def use(self, learner: Learner, flops: FlopsMeter) -> None:
@@ -70,6 +76,14 @@ class ModelPasses:
 
         ``ConfigError`` for a model that mixes the trajectories of a packed pass.
         """
+        with self.compiled.paused():
+            self._choose()
+        forward = partial(self._logits, last=False)
+        with self.computing():
+            self.compiled.check(self._learner.model, forward, self._backward, self._ranks.device, self._ranks.any)
+        self._learner.clear()
+
+    def _choose(self) -> None:
         forward = partial(self._logits, last=False)
         self._output.check(self._learner.model, forward, self._ranks.device, self._ranks.any)
         if self._shares_prompts:

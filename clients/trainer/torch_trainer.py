@@ -273,12 +273,13 @@ class TorchTrainer:
         return load_model(directory, dtype, device), None
 
     def _evaluate(self, evaluation: Evaluation, version: Version, stopping: Stopping) -> dict[str, float]:
-        if self.learner.whole:
-            return evaluation.run(self.model, version, stopping)
-        if self._ranks.place.leads:
-            return lead(evaluation, self.model, version, self._ranks, stopping)
-        accompany(self.model, self._ranks, stopping)
-        return {}
+        with self._passes.compiled.paused():  # an engine's passes, with a cache, would be compiled once more
+            if self.learner.whole:
+                return evaluation.run(self.model, version, stopping)
+            if self._ranks.place.leads:
+                return lead(evaluation, self.model, version, self._ranks, stopping)
+            accompany(self.model, self._ranks, stopping)
+            return {}
 
     def _started(self, batch: TrainBatch) -> float:
         """Prepare to compute with these rows; return the current time."""

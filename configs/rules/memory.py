@@ -1,4 +1,4 @@
-"""Rules of the keys of ``[trainer]`` that save memory. Pure."""
+"""Rules of the keys of ``[trainer]`` that save memory or time. Pure."""
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
@@ -14,6 +14,12 @@ def check_memory(config: Config) -> None:
     if trainer.backend != needed:
         allowed = f'it is for trainer.backend "{needed}", not for "{trainer.backend}"; leave it at "none"'
         raise ConfigError("trainer.offload", trainer.offload, allowed)
+    if trainer.compile and trainer.backend in own:
+        allowed = f'with trainer.backend "{trainer.backend}" it must be false; torch, ddp and fsdp have it'
+        raise ConfigError("trainer.compile", True, allowed)
+    if trainer.compile and trainer.gradient_checkpointing == "selective":
+        allowed = 'with trainer.gradient_checkpointing "selective", which needs single operations, it must be false'
+        raise ConfigError("trainer.compile", True, allowed)
     if trainer.offload_activations and trainer.backend in own:
         allowed = f'with trainer.backend "{trainer.backend}" it must be false; torch, ddp and fsdp have it'
         raise ConfigError("trainer.offload_activations", True, allowed)

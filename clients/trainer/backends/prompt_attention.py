@@ -57,6 +57,7 @@ def blocks_of(sequence: Sequence, device: torch.device) -> Blocks:
     )
 
 
+@torch.compiler.disable  # the number of blocks and their shapes differ from pass to pass
 def shared_prompt_attention(
     module: Any,
     query: Tensor,

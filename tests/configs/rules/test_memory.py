@@ -49,6 +49,15 @@ def test_memory_is_saved_where_the_backend_can(backend: str) -> None:
             'trainer.offload_activations is true; with trainer.backend "deepspeed" it must be false; torch, ddp and '
             "fsdp have it",
         ),
+        (
+            {"backend": "deepspeed", "compile": True},
+            'trainer.compile is true; with trainer.backend "deepspeed" it must be false; torch, ddp and fsdp have it',
+        ),
+        (
+            {"backend": "torch", "compile": True, "gradient_checkpointing": "selective"},
+            'trainer.compile is true; with trainer.gradient_checkpointing "selective", which needs single operations, '
+            "it must be false",
+        ),
     ],
 )
 def test_others_are_refused_by_name(trainer: dict[str, Any], error: str) -> None:
