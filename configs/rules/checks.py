@@ -16,6 +16,7 @@ from staleflow.configs.rules import algorithm
 from staleflow.configs.rules.coordination import check_coordination, check_spares, samples_started
 from staleflow.configs.rules.evals import VLLM_TEMPERATURE, check_evals
 from staleflow.configs.rules.lora import check_lora, check_lora_engine
+from staleflow.configs.rules.memory import check_memory
 from staleflow.configs.rules.streaming import check_pieces, check_streaming
 from staleflow.configs.rules.updates import check_updates
 from staleflow.configs.schema import Config, Prompts, Rollout, Trainer
@@ -37,7 +38,7 @@ def consistent(config: Config) -> None:
         rule(config)
     for rule in (_ranks, check_streaming, check_updates, _stages, _evaluated, _shards, _security, _binds, _metrics):
         rule(config)
-    for rule in (_trainer, _attention, check_engine, _gpus, _lease, check_evals, check_lora):
+    for rule in (_trainer, _attention, check_engine, _gpus, _lease, check_evals, check_lora, check_memory):
         rule(config)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from staleflow.clients.models.optimizer_files import Part, whole
@@ -40,11 +40,14 @@ class FsdpLearner(PlainLearner):
         settings: dict[str, Any] = {"mesh": init_device_mesh(ranks.device.type, (self._world,))}
         if policy is not None:
             settings["mp_policy"] = policy
+        offloads = config.trainer.offload == "parameters"
+        if offloads:
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
         for layer in layers(model):
             fully_shard(layer, **settings)
         fully_shard(model, **settings)
         if files is not None:
-            _fill(model, files, ranks)
+            _fill(model, files, ranks, torch.device("cpu") if offloads else ranks.device)
         super().__init__(model, config, ranks)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -70,15 +73,16 @@ class FsdpLearner(PlainLearner):
                 yield Part(name, tensor.to_local(), (rows.start, *[0] * (tensor.ndim - 1)))
 
 
-def _fill(model: Any, files: WeightFiles, ranks: Ranks) -> None:
-    """Load this rank's shards into a sharded model on the meta device, tensor by tensor."""
+def _fill(model: Any, files: WeightFiles, ranks: Ranks, home: torch.device) -> None:
+    """Load this rank's shards into a sharded model on the meta device, tensor by tensor. ``home``: their device."""
     state: dict[str, Tensor] = {}
     for tensor, names in distinct(model):
         stored = files.stored(names)
         if isinstance(tensor, DTensor):
             rows = _rows(tensor.shape[0], ranks.place.rank, ranks.place.world)
-            local = torch.empty_like(tensor.to_local(), device=ranks.device)
-            filled: Tensor = nn.Parameter(_like(tensor, files.read(stored, local, rows)))
+            local = torch.empty_like(tensor.to_local(), device=home)
+            # ``from_local`` moves to the device of the mesh, where an offloaded shard must not stay.
+            filled: Tensor = nn.Parameter(_like(tensor, files.read(stored, local, rows)).to(home))
         else:
             filled = files.read(stored, torch.empty_like(tensor, device=ranks.device))
         state |= dict.fromkeys(names, filled)

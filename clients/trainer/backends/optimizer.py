@@ -2,7 +2,8 @@
 """AdamW over float32 master weights, whatever dtype the model computes in.
 
 A learning rate of 1e-6 changes a weight by less than bfloat16 resolves; accumulated in float32, these changes count.
-For a float32 model the master weights *are* the model's, and nothing is copied.
+For a float32 model the master weights *are* the model's, and nothing is copied. With ``trainer.offload = "optimizer"``
+they are in main memory, where the CPU takes the step.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from staleflow.clients.trainer.backends.adamw import empty_part, joined, make_adamw, plain_parts, set_rate, stepping
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
 from staleflow.clients.trainer.backends.snapshot import Snapshot
 from staleflow.configs.schema import Trainer
@@ -21,19 +23,14 @@ class MasterAdamW:
 
     def __init__(self, model: nn.Module, config: Trainer) -> None:
         self._config = config
+        home = torch.device("cpu") if config.offload == "optimizer" else None
         self._model = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._master = {
-            name: p if p.dtype == torch.float32 else p.detach().to(torch.float32).requires_grad_()
+            name: p if p.dtype == torch.float32 and (home or p.device) == p.device else _master(p, home)
             for name, p in self._model.items()
         }
         self._of = {id(p): self._master[name] for name, p in self._model.items()}
-        self._adam = torch.optim.AdamW(
-            groups(self._master.values(), config),
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.adam_eps,
-            fused=True,  # one pass over the memory of weights, gradients and moments, without temporary copies
-        )
+        self._adam = make_adamw(groups(self._master.values(), config), config)
 
     def collect(self) -> None:
         """Add the model's gradients to the masters' and clear them; no effect for a float32 model."""
@@ -41,7 +38,7 @@ class MasterAdamW:
             master = self._master[name]
             if master is parameter or parameter.grad is None:
                 continue
-            gradient = parameter.grad.to(torch.float32)
+            gradient = parameter.grad.to(master.device, torch.float32)
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
@@ -69,9 +66,9 @@ class MasterAdamW:
     def step(self, number: int, lr_factor: float = 1.0) -> float:
         """Update the weights as train step ``number`` of the run; return the learning rate, scaled by ``lr_factor``."""
         rate = learning_rate(self._config, number) * lr_factor
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        self._adam.step()
+        set_rate(self._adam, rate)
+        with stepping(next(iter(self._master.values())).device):
+            self._adam.step()
         with torch.no_grad():
             for name, parameter in self._model.items():
                 if self._master[name] is not parameter:
@@ -94,7 +91,7 @@ class MasterAdamW:
         state: dict[str, Tensor] = {}
         for name, master in self._master.items():
             for key, value in self._adam.state.get(master, {}).items():
-                state[f"adam/{name}/{key}"] = value
+                state |= {f"adam/{name}/{part}": tensor for part, tensor in plain_parts(key, value)}
             if master is not self._model[name]:
                 state[f"master/{name}"] = master.detach()
         return state
@@ -110,8 +107,7 @@ class MasterAdamW:
         master = self._master[name].detach()
         if kind == "master":
             return master
-        # Fused Adam keeps its step count beside the moments, on the weights' device.
-        return torch.zeros((), device=master.device) if key == "step" else torch.empty_like(master)
+        return empty_part(key, master)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Use the tensors of ``target`` as the state, without copying them."""
@@ -121,7 +117,7 @@ class MasterAdamW:
             if kind == "adam":
                 states.setdefault(name, {})[key] = value
         for name, state in states.items():
-            self._adam.state[self._master[name]] = state
+            self._adam.state[self._master[name]] = joined(self._master[name], state)
 
 
 def _parsed(full: str) -> tuple[str, str, str]:
@@ -129,6 +125,10 @@ def _parsed(full: str) -> tuple[str, str, str]:
     kind, _, rest = full.partition("/")
     name, _, key = rest.rpartition("/") if kind == "adam" else (rest, "", "")
     return kind, name, key
+
+
+def _master(parameter: Tensor, home: torch.device | None) -> Tensor:
+    return parameter.detach().to(home or parameter.device, torch.float32).requires_grad_()
 
 
 def groups(

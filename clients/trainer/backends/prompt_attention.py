@@ -30,8 +30,8 @@ _NOT_COMPUTED = {
 class Blocks:
     """The blocks of a sequence on the device."""
 
-    blocks: list[tuple[Tensor, Tensor, Tensor | None]]
-    """Queries [n, C], keys [n, K] and mask, as in ``Block``."""
+    blocks: list[tuple[Tensor, Tensor, Tensor]]
+    """Queries [n, C], keys [n, K] and mask, as in ``Block``, or a causal bias in place of none."""
     attended: Tensor
     calls: int = 0
     """Number of attention layers that used the blocks."""
@@ -46,7 +46,10 @@ def blocks_of(sequence: Sequence, device: torch.device) -> Blocks:
             (
                 torch.from_numpy(block.queries).to(device),
                 torch.from_numpy(block.keys).to(device),
-                None if block.mask is None else torch.from_numpy(block.mask).to(device),
+                # A bias cannot be created within a layer: selective checkpointing intercepts what layers create.
+                causal_lower_right(block.queries.shape[1], block.keys.shape[1])
+                if block.mask is None
+                else torch.from_numpy(block.mask).to(device),
             )
             for block in sequence.blocks
         ],
@@ -54,6 +57,7 @@ def blocks_of(sequence: Sequence, device: torch.device) -> Blocks:
     )
 
 
+@torch.compiler.disable  # the number of blocks and their shapes differ from pass to pass
 def shared_prompt_attention(
     module: Any,
     query: Tensor,
@@ -92,7 +96,7 @@ def shared_prompt_attention(
             gather(queries, own, query.shape[-1]),
             gather(keys, seen, key.shape[-1]),
             gather(values, seen, value.shape[-1]),
-            causal_lower_right(own.shape[1], seen.shape[1]) if mask is None else mask,
+            mask,
             dropout_p=dropout,
             scale=scaling,
             enable_gqa=grouped,

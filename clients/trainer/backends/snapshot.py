@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from staleflow.clients.trainer.backends.adamw import plain_parts
+
 
 class Snapshot:
     """A copy of weights and of the state of their optimizer; of sharded tensors, this rank's part."""
@@ -28,7 +30,8 @@ class Snapshot:
             parameter: {key: value for key, value in state.items() if isinstance(value, Tensor)}
             for parameter, state in optimizer.state.items()
         }
-        changed = [*weights, *(value for state in self._states.values() for value in state.values())]
+        entries = [entry for state in self._states.values() for entry in state.items()]
+        changed = [*weights, *(part for entry in entries for _, part in plain_parts(*entry))]
         self._copies = [(tensor, _local(tensor).to("cpu", copy=True)) for tensor in changed]
 
     def restore(self) -> None:

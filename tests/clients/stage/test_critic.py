@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from staleflow.clients.stage.critic import Critic, explained, returns
 from staleflow.clients.stage.critic_files import FILE
 from staleflow.clients.stage.worker import StageGroup
+from staleflow.configs import schema
 from staleflow.configs.errors import ConfigError
 from tests.clients.stage.judged import column, gae_config, going_on, group, ragged, sequences
 
@@ -54,6 +56,24 @@ def test_a_value_is_what_a_direct_pass_over_the_tokens_before_gives(critic: Make
                     seen = judge._model.backbone(input_ids=torch.tensor([sequence[:place]])).last_hidden_state
                     expected.append(float(judge._model.head(seen[0, -1])))
         assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_critic_that_computes_in_bfloat16_keeps_float32_weights(
+    model_directory: Path, critic: Make, tmp_path: Path
+) -> None:
+    settings = gae_config(64)
+    low = msgspec.structs.replace(settings, critic=msgspec.convert({"dtype": "bfloat16", "lr": 1e-6}, schema.Critic))
+    coarse, exact = Critic(low, model_directory, tmp_path / "coarse"), critic()
+    coarse._model.load_state_dict(exact._model.state_dict())
+    (found,), (expected,) = values(coarse, [group(1)]), values(exact, [group(1)])
+    assert found == pytest.approx(expected, abs=0.1)
+    assert found != pytest.approx(expected, abs=1e-4)
+    before = coarse._model.backbone.norm.weight.detach().clone()
+    coarse.accepted([group(number) for number in range(low.critic.batch)], going_on)
+    coarse.close()
+    moved = (coarse._model.backbone.norm.weight.detach() - before).abs()
+    assert coarse.steps == 1
+    assert 0 < float(moved.max()) < 1e-5  # less than bfloat16 resolves near 1
 
 
 def test_a_token_changes_the_values_behind_it_only(critic: Make, tmp_path: Path) -> None:

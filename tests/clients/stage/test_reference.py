@@ -49,6 +49,20 @@ def test_each_token_has_the_log_probability_that_a_direct_pass_gives_it(model_di
         assert column(columns, "logprobs").tolist() == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["", "bfloat16"])
+def test_a_reference_has_the_dtype_of_the_policy_or_its_own(model_directory: Path, tmp_path: Path, dtype: str) -> None:
+    table = {
+        "model": {"path": str(model_directory)},
+        "prompts": {"source": "somewhere:prompts"},
+        "reward": {"run": "somewhere:reward"},
+        "reference": {"dtype": dtype},
+        "trainer": {"algorithm": {"kl_coef": 0.1}},
+    }
+    judge = open_judge(msgspec.convert(table, Config), tmp_path, "reference")
+    assert isinstance(judge, Reference)
+    assert judge._model.dtype == (torch.bfloat16 if dtype else torch.float32)
+
+
 def test_how_groups_are_cut_into_passes_does_not_matter(model_directory: Path) -> None:
     groups = ragged()
     one_pass = reference(model_directory, micro_tokens=10_000).judge(groups, going_on)
