@@ -86,6 +86,14 @@ class ModelPasses:
         else:
             self._mask_padding = False
 
+    def assume(self, *, shares_prompts: bool, whole_logits: bool) -> bool:
+        """Choose the kind of passes in place of ``check``, for a model without values. Return if it shares prompts."""
+        self._mask_padding = False
+        self._shares_prompts = self._shares_prompts and shares_prompts
+        if whole_logits:
+            self._output.keep_whole()
+        return self._shares_prompts
+
     def plan(self, batch: TrainBatch, rows: RowIds) -> list[RowIds]:
         """Divide some rows into passes of at most ``micro_tokens``; a longer row forms its own."""
         lengths, groups, size = batch.sequence_lengths[rows], batch.group_ids[rows], self._config.micro_tokens
