@@ -1,9 +1,9 @@
 # pyright: basic, reportMissingImports=false
 """Measure the memory of models and passes with fake tensors: the real code runs, and no number is computed or stored.
 
-``python -m staleflow.clients.memory.measure`` reads a ``Question`` on stdin and writes a ``Measured`` on stdout, so that
-the calling process does not import torch. Fake tensors are on the CPU even for a plan of GPUs, because a torch without
-CUDA aborts on fake ones there. Both devices keep the same tensors for the backward pass of sdpa's flash kernels.
+``python -m staleflow.clients.memory.measure`` reads a ``Question`` on stdin and writes a ``Measured`` on stdout; the
+calling process does not import torch. Fake tensors are on the CPU even for a plan of GPUs, because a torch without CUDA
+aborts on fake ones there. Both devices keep the same tensors for the backward pass of sdpa's flash kernels.
 """
 
 import sys
@@ -157,6 +157,7 @@ def _trainer(result: Measured, question: Question) -> Measured:
     return replace(
         result,
         pass_tokens=_tokens(batch, shared=shared),
+        complete=len(rows) == _rows_of_a_step(config),
         activations=peak - logits,
         logits=logits,
         shared=shared,
@@ -221,7 +222,7 @@ def _batch(question: Question, result: Measured, *, shared: bool) -> TrainBatch:
     """Return the groups of a full pass, with completions of the maximum length."""
     trainer, size = question.config.trainer, question.config.rollout.group_size
     prompt, completion = _lengths(question, result)
-    most = max(1, -(-trainer.batch_size * size // trainer.nproc))
+    most = _rows_of_a_step(question.config)
     if not shared:
         rows = max(1, trainer.micro_tokens // (prompt + completion))
     elif (groups := trainer.micro_tokens // (prompt + size * completion)) > 0:
@@ -249,6 +250,10 @@ def _batch(question: Question, result: Measured, *, shared: bool) -> TrainBatch:
         masked_tokens=0,
         rows=({},) * rows,
     )
+
+
+def _rows_of_a_step(config: Config) -> int:
+    return max(1, -(-config.trainer.batch_size * config.rollout.group_size // config.trainer.nproc))
 
 
 def _tokens(batch: TrainBatch, *, shared: bool) -> int:

@@ -46,7 +46,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     context: int = 0
     """Maximum number of tokens of prompt and completion; 0: unlimited."""
     pass_tokens: int = 0
-    """Tokens of the trainer's largest pass."""
+    """Tokens of the measured pass of the trainer: whole groups, or rows, with completions of the maximum length."""
+    complete: bool = False
+    """Whether that pass has all rows of a step, so that none is larger."""
     activations: int = 0
     """Bytes that a pass of the trainer needs at its peak, without ``logits``, and without the step's gradients."""
     logits: int = 0
