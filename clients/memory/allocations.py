@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Allocations(TorchDispatchMode):
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within this context, ``live`` has the bytes of all storages created in it, and ``peak`` their maximum so far.
 
     Backward passes count only if they run in the same thread, as on a CPU. Memory that a kernel allocates and releases
@@ -17,7 +17,7 @@ class Allocations(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self._known: set[int] = set()

@@ -195,7 +195,7 @@ def _critic(result: Measured, question: Question) -> Measured:
     with Allocations() as count:
         for _ in range(2):
             base = count.reset_peak()
-            model(ids, mask).sum().backward()  # type: ignore[no-untyped-call]
+            model(ids, mask).sum().backward()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return replace(result, critic_parameters=parameters, critic_pass=count.peak - base)
 

@@ -73,7 +73,7 @@ def allocated(trainer: TorchTrainer, step: int) -> int:
     batch = groups(step)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         trainer.train(batch, Step(step), lambda: False)
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
     return int(np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).max())
 
 
@@ -119,8 +119,18 @@ def test_reference_and_critic_are_measured_with_their_own_models(directory: Path
 
 
 def test_a_model_that_cannot_run_without_values_says_what_is_missing(tmp_path: Path) -> None:
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 32}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "vocab_size": 100}
+    layers: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "hidden_size": 32,
+    }
+    experts: dict[str, Any] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "vocab_size": 100,
+    }
     Qwen3MoeConfig(**layers, **experts, experts_implementation="eager").save_pretrained(tmp_path)
     sizes: Measured = measured(question(config({}), tmp_path))
     assert sizes.parameters > 0

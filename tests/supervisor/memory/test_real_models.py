@@ -27,7 +27,10 @@ PARAMETERS = {"qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen2.5-0.5b" else pytest.param(name, marks=pytest.mark.long) for name in SHAPES]
+)
 def test_a_real_model_fits_one_gpu_as_the_page_shows(name: str, tmp_path: Path) -> None:
     shape: dict[str, Any] = dict(zip(NAMES, SHAPES[name], strict=True))
     shape |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32_768}
