@@ -64,13 +64,13 @@ def command(
     check_free(config, folder)
     for gpu, names in place(config, gpus).table() if gpus else ():
         click.echo(f"GPU {gpu}: {', '.join(names)}", err=True)
-    _print_memory(config, folder, gpus)
+    print_memory(config, folder, gpus)
     hint = f"staleflow run --run-dir {folder} --resume"
     with rundir.claim(config, folder, resume=resume, command=hint):
         return Supervisor(config, folder, view_of(config, folder, plain, as_json), hint, gpus=gpus).run()
 
 
-def _print_memory(config: "Config", folder: Path, gpus: int) -> None:
+def print_memory(config: "Config", folder: Path, gpus: int) -> None:
     """Print the memory plan of a run with a large model that is already there. It never stops the run."""
     from staleflow.configs.errors import ConfigError
     from staleflow.configs.rules.checks import needs_model

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.cli.run import _print_memory
+from staleflow.cli.run import print_memory
 from staleflow.configs.loading.load import load
 from staleflow.supervisor import checkup
 from staleflow.supervisor.memory import ask
@@ -55,10 +55,10 @@ def test_doctor_and_a_run_print_the_plan_of_this_machine(
     assert "trainer " in devices[0].found
     assert assumed.found.startswith("estimated for prompts of 127 tokens")
 
-    _print_memory(config, tmp_path / "run", 0)
+    print_memory(config, tmp_path / "run", 0)
     assert capsys.readouterr().err == ""  # a plan takes longer than loading this model
     monkeypatch.setattr(ask, "LARGE_MODEL_BYTES", 0)
-    _print_memory(config, tmp_path / "run", 0)
+    print_memory(config, tmp_path / "run", 0)
     assert "main memory: about " in capsys.readouterr().err
 
 
