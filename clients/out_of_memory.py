@@ -11,3 +11,8 @@ def out_of_memory(error: BaseException) -> bool:
         or type(error).__name__ == "OutOfMemoryError"
         or (isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES))
     )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, which allocators follow by a table."""
+    return (str(error).splitlines() or [""])[0]

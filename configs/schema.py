@@ -537,7 +537,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Exclude trajectories that were cut off, by their length or by the service, from the loss (DAPO's overlong
     filtering). Their rewards still count in the mean of their group."""
     micro_tokens: Positive = 16_384
-    """Number of padded tokens of one forward and backward pass; the gradients of a step's passes are summed."""
+    """Number of padded tokens of one forward and backward pass; the gradients of a step's passes are summed. The first
+    time that a pass is out of memory, the step starts again with half of it, which then applies until the process ends
+    (not with ``fsdp``, ``deepspeed`` or ``streaming``, where the run ends)."""
     lr: PositiveFloat = 1e-6
     """Learning rate of AdamW after the warm-up. The higher it is, the more each version of staleness costs."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"

@@ -40,6 +40,13 @@ def adapt(model: Any, lora: Lora, directory: Path, *, seed: int = 0) -> None:
     A depends on ``seed`` alone, so that every rank and every restart has the same version 0. ``lora.path`` has no
     effect here. Raise ``ConfigError`` for layers that the model does not have. The model may be on ``meta``.
     """
+    inject(model, lora, seed=seed)
+    model.base_digest = torch.from_numpy(base_digest(directory))
+    model.eval()
+
+
+def inject(model: Any, lora: Lora, *, seed: int = 0) -> None:
+    """Add the layers of an adapter to a model, as ``adapt`` does, without the digest of its weights."""
     from peft import LoraConfig, inject_adapter_in_model
 
     make: Any = LoraConfig
@@ -54,8 +61,6 @@ def adapt(model: Any, lora: Lora, directory: Path, *, seed: int = 0) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model)
-    model.base_digest = torch.from_numpy(base_digest(directory))
-    model.eval()
 
 
 def _check_linear(model: Any, targets: Sequence[str]) -> None:

@@ -7,11 +7,13 @@ instead, as does a rank without any pass in the last one.
 """
 
 from collections.abc import Callable, Sequence
+from traceback import clear_frames
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from staleflow.clients.out_of_memory import first_line, out_of_memory
 from staleflow.clients.trainer.algorithms.objective import Objective, tokens_of
 from staleflow.clients.trainer.backends.base import Stopped, Stopping
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
@@ -26,6 +28,14 @@ Passes = Sequence[RowIds | None]
 """The rows of each pass; None for a pass that only another rank has."""
 Visit = Callable[[RowIds, Tensor], None]
 """Receive the rows of a pass and their log-probabilities, float32 [T] without gradient."""
+
+
+_CONTINUE, _STOP, _NO_ROOM = range(3)
+"""What a rank reports to the others between two passes; the highest number applies to all."""
+
+
+class PassOutOfMemory(Exception):
+    """A pass of some rank did not fit. Every rank raises it between the same two passes, and has no gradient left."""
 
 
 class Gradients:
@@ -50,6 +60,10 @@ class Gradients:
         self._wants_entropy = config.trainer.algorithm.entropy_coef > 0
         self._has_advantages = False
         """True if all rows of the current part have advantages; otherwise its passes have no effect."""
+        self._no_room = ""
+        """The error of a pass of this rank that did not fit, until the ranks agree on it."""
+        self._largest = 0
+        """Tokens of the largest pass that fitted so far."""
 
     def take(self, batch: TrainBatch) -> None:
         """Compute the advantages of the rows. Groups that raise are recorded."""
@@ -85,30 +99,35 @@ class Gradients:
         return [*[None] * (most - len(cuts)), *cuts]
 
     def add(self, batch: TrainBatch, passes: Passes, stopping: Stopping, *, last: bool) -> None:
-        """Add the gradient of the passes; ``last``: they are the last before an update. ``Stopped`` on a request."""
+        """Add the gradient of the passes; ``last``: they are the last before an update. ``Stopped`` on a request.
+
+        ``PassOutOfMemory`` if a pass does not fit while no rank waits for this one. Ranks with sharded weights wait in
+        each pass, and raise the error itself. Replicas wait in the last pass only, where they sum the gradients. If it
+        is larger than all passes that fitted, a pass without effect follows it and computes the sum.
+        """
         for number, which in enumerate(passes):
-            self._check_stop(stopping)
+            self._agree(stopping)
             closes = last and number == len(passes) - 1
+            apart = closes and self._is_unproven(batch, which)
             if which is not None:
-                scored = self._logprobs_or_quarantine(batch, which, last=closes, entropy=self._wants_entropy)
-                if scored is not None:
-                    weight = self._objective.pass_weight(batch, which)
-                    loss = self._passes.router.add(self.loss(batch, which, scored), weight)
-                    self._learner.backward(loss, last=closes)
-            elif self._learner.even or closes:
-                self._learner.backward(self._idle_pass(batch, last=closes), last=closes)
+                self._attempt(batch, which, last=closes and not apart)
+            elif not apart and (self._learner.even or closes):
+                self._idle_backward(batch, last=closes)
+            if apart:
+                self._agree()
+                self._idle_backward(batch, last=True)
+        self._agree()
 
     def scan(self, batch: TrainBatch, passes: Passes, stopping: Stopping, visit: Visit) -> None:
-        """Visit the log-probabilities of every pass, without gradient. ``Stopped`` on a request."""
+        """Visit the log-probabilities of every pass, without gradient. Raise as ``add``."""
         with torch.no_grad():
             for which in passes:
-                self._check_stop(stopping)
+                self._agree(stopping)
                 if which is not None:
-                    logprobs = self._logprobs_or_quarantine(batch, which, last=False)
-                    if logprobs is not None and self._has_advantages:
-                        visit(which, logprobs)
+                    self._guarded(lambda which=which: self._visit(batch, which, visit), last=False)  # type: ignore[misc]
                 elif self._learner.even:
                     self._idle_pass(batch, last=False)
+            self._agree()
 
     def survey(self, batch: TrainBatch, passes: Passes, stopping: Stopping) -> None:
         """Pass every log-probability to the objective before the first loss."""
@@ -163,7 +182,54 @@ class Gradients:
         shortest = np.argsort(batch.sequence_lengths, kind="stable")[:1]
         return self._passes.logprobs(batch, shortest, last=last).sum() * 0.0
 
-    def _check_stop(self, stopping: Stopping) -> None:
-        if self._ranks.any(stopping()):
-            self._learner.clear()
+    def _idle_backward(self, batch: TrainBatch, *, last: bool) -> None:
+        self._learner.backward(self._idle_pass(batch, last=last), last=last)
+
+    def _visit(self, batch: TrainBatch, which: RowIds, visit: Visit) -> None:
+        logprobs = self._logprobs_or_quarantine(batch, which, last=False)
+        if logprobs is not None and self._has_advantages:
+            visit(which, logprobs)
+
+    def _attempt(self, batch: TrainBatch, which: RowIds, *, last: bool) -> None:
+        """Add the gradient of one pass."""
+
+        def compute() -> None:
+            scored = self._logprobs_or_quarantine(batch, which, last=last, entropy=self._wants_entropy)
+            if scored is not None:
+                weight = self._objective.pass_weight(batch, which)
+                loss = self._passes.router.add(self.loss(batch, which, scored), weight)
+                self._learner.backward(loss, last=last)
+
+        if self._guarded(compute, last=last):
+            self._largest = max(self._largest, self._passes.size(batch, which))
+
+    def _guarded(self, compute: Callable[[], None], *, last: bool) -> bool:
+        """Run a pass and return whether it fitted; keep the error for ``_agree`` if no rank waits for this one."""
+        try:
+            compute()
+        except (MemoryError, RuntimeError) as error:
+            waits = self._learner.even or (last and not isinstance(self._ranks, OneRank))
+            if waits or not out_of_memory(error):
+                raise
+            clear_frames(error.__traceback__)  # they reference the activations
+            self._no_room = first_line(error) or type(error).__name__
+            return False
+        return True
+
+    def _is_unproven(self, batch: TrainBatch, which: RowIds | None) -> bool:
+        """Return whether the last pass of any rank may not fit, as far as its earlier passes show."""
+        if isinstance(self._ranks, OneRank) or self._learner.even:
+            return False
+        return self._ranks.any(which is not None and self._passes.size(batch, which) > self._largest)
+
+    def _agree(self, stopping: Stopping = lambda: False) -> None:
+        """Raise on every rank: ``PassOutOfMemory`` if a pass of any did not fit, ``Stopped`` on a request."""
+        report = _NO_ROOM if self._no_room else _STOP if stopping() else _CONTINUE
+        agreed = int(self._ranks.max(torch.tensor([report]))[0])
+        if agreed == _CONTINUE:
+            return
+        self._learner.clear()
+        if agreed == _STOP:
             raise Stopped
+        reason, self._no_room = self._no_room, ""
+        raise PassOutOfMemory(reason or "on another rank, see its log")

@@ -51,6 +51,8 @@ class ModelPasses:
         replaceable = config.trainer.attention in ("auto", "sdpa")
         self._shares_prompts = config.trainer.share_prompts and config.rollout.group_size > 1 and replaceable
         self._mask_padding = True
+        self.micro_tokens = config.trainer.micro_tokens
+        """Maximum tokens of a pass: the configured number, or half of it since a pass did not fit."""
 
     def apply(self, model: Any) -> None:
         """Set attention and output layer of a loaded model, and compile its layers.
@@ -101,14 +103,36 @@ class ModelPasses:
         else:
             self._mask_padding = bool(self.router.inputs)  # the auxiliary loss must not count padding
 
+    def assume(self, *, shares_prompts: bool, whole_logits: bool) -> bool:
+        """Choose the kind of passes in place of ``check``, for a model without values. Return if it shares prompts."""
+        self._mask_padding = False
+        self._shares_prompts = self._shares_prompts and shares_prompts
+        if whole_logits:
+            self._output.keep_whole()
+        return self._shares_prompts
+
     def plan(self, batch: TrainBatch, rows: RowIds) -> list[RowIds]:
         """Divide some rows into passes of at most ``micro_tokens``; a longer row forms its own."""
-        lengths, groups, size = batch.sequence_lengths[rows], batch.group_ids[rows], self._config.micro_tokens
+        lengths, groups, size = batch.sequence_lengths[rows], batch.group_ids[rows], self.micro_tokens
         if self._shares_prompts:
             cuts = shared_passes(lengths, self._shared(batch, rows), groups, size)
         else:
             cuts = (packed_passes if self._config.packing else padded_passes)(lengths, size)
         return [rows[cut] for cut in cuts]
+
+    def halve(self) -> bool:
+        """Halve ``micro_tokens`` for good. Return False, without effect, if that is impossible or was done before."""
+        if self.micro_tokens < max(2, self._config.micro_tokens):
+            return False
+        self.micro_tokens //= 2
+        return True
+
+    def size(self, batch: TrainBatch, rows: RowIds) -> int:
+        """Return the number of tokens that a pass computes, padding included."""
+        lengths = batch.sequence_lengths[rows]
+        if self._shares_prompts or self._config.packing:
+            return computed(lengths, self._shared(batch, rows), batch.group_ids[rows])[0]
+        return len(lengths) * int(lengths.max())
 
     def computing(self) -> AbstractContextManager[None]:
         """Return the context in which passes, backward passes included, are computed."""

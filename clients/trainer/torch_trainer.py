@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from staleflow.clients.main_memory import available
 from staleflow.clients.models.files import load_model, save_model
 from staleflow.clients.models.gradient_checkpointing import checkpoint_gradients
 from staleflow.clients.models.lora import adapt, load_adapter, published, save_adapter
-from staleflow.clients.out_of_memory import out_of_memory
+from staleflow.clients.out_of_memory import first_line, out_of_memory
 from staleflow.clients.trainer.algorithms.objective import Objective
 from staleflow.clients.trainer.backends.base import (
     OutOfMemory,
@@ -43,7 +42,7 @@ from staleflow.clients.trainer.backends.tensors import StreamedWeights, named, t
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.evaluation.held_out import Evaluation
 from staleflow.clients.trainer.evaluation.sharded import accompany, lead
-from staleflow.clients.trainer.gradients import Gradients
+from staleflow.clients.trainer.gradients import Gradients, PassOutOfMemory
 from staleflow.clients.trainer.model_passes import ModelPasses
 from staleflow.clients.trainer.quarantine import GroupQuarantine
 from staleflow.clients.trainer.updates import Updates
@@ -192,47 +191,45 @@ class TorchTrainer:
         A loss or gradient that is not finite leaves everything unchanged, as does a batch without trained tokens. The
         values are those of the whole batch. ``OutOfMemory`` if a pass or the optimizer does not fit; ``Untrainable``,
         on every rank, if groups make the step raise.
+
+        The first time that a pass does not fit, the step starts again with half of ``trainer.micro_tokens``, which then
+        applies to all later steps. The division into passes does not change the gradient.
         """
-        self._objective.begin()
-        self._flops.begin()
-        self._passes.router.begin()
-        self._seconds = 0.0
-        if self._config.trainer.minibatches * self._config.trainer.epochs > 1:
-            return self._train_in_updates(batch, step, stopping)
-        self.add(batch, stopping, last=True, whole=True)
-        return self.finish(batch, step)
+        try:
+            return self._train(batch, step, stopping)
+        except PassOutOfMemory as error:
+            reason = str(error)
+        if not self._passes.halve():
+            raise self._too_large(batch, reason)
+        if self._ranks.place.leads:
+            smaller, before = self._passes.micro_tokens, self._config.trainer.micro_tokens
+            change = f"it starts again, and the run continues, with trainer.micro_tokens {smaller} instead of {before}"
+            log.warning("step %d: out of memory in a pass; %s (%s)", step, change, reason)
+        if self._ranks.device.type == "cuda":
+            torch.cuda.empty_cache()  # blocks of the larger passes would fragment the memory
+        try:
+            return self._train(batch, step, stopping)
+        except PassOutOfMemory as error:
+            reason = str(error)
+        raise self._too_large(batch, reason)
 
     def begin(self) -> None:
         """Start or restart a step in parts, without any gradient."""
-        self._objective.begin()
-        self._flops.begin()
-        self._passes.router.begin()
-        self._seconds = 0.0
+        self._begin()
         self.learner.clear()
 
-    def add(self, part: TrainBatch, stopping: Stopping, *, last: bool, whole: bool = False) -> None:
-        """Add the gradient of whole groups of the batch; ``last``: they complete it. Raises as ``train``.
+    def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
+        """Add the gradient of whole groups of the batch; ``last``: they complete it.
 
-        ``whole``: they are the whole batch, whose trajectories are then balanced over the ranks.
+        Raise as ``train``, but without a second attempt: the gradients of the earlier parts would be lost.
         """
-        started_at, gradients = self._started(part), self._gradients
         try:
-            gradients.take(part)
-            rows = gradients.balance(part) if whole else part
-            passes = gradients.passes(rows)
-            with self._passes.computing():
-                if self._objective.surveys:
-                    gradients.survey(rows, passes, stopping)
-                gradients.add(rows, passes, stopping, last=last)
-            self._quarantine.raise_if_any(part)
-        except Untrainable:
-            self.learner.clear()
-            raise
-        except (MemoryError, RuntimeError) as error:
-            if out_of_memory(error):
-                raise self._too_large(part, error) from error
-            raise
-        self._seconds += time.monotonic() - started_at
+            self._add(part, stopping, last=last)
+        except PassOutOfMemory as error:
+            reason = str(error)
+        else:
+            return
+        raise self._too_large(part, reason)
 
     def finish(self, batch: TrainBatch, step: Step) -> StepResult:
         """Update the weights as ``train`` does; ``batch`` is the concatenation of all parts."""
@@ -317,6 +314,41 @@ class TorchTrainer:
             accompany(self.model, self._ranks, stopping)
             return {}
 
+    def _train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
+        """Train as ``train``, in one attempt. ``PassOutOfMemory`` on every rank, which leaves everything unchanged."""
+        self._begin()
+        if self._config.trainer.minibatches * self._config.trainer.epochs > 1:
+            return self._train_in_updates(batch, step, stopping)
+        self._add(batch, stopping, last=True, whole=True)
+        return self.finish(batch, step)
+
+    def _begin(self) -> None:
+        self._objective.begin()
+        self._flops.begin()
+        self._passes.router.begin()
+        self._seconds = 0.0
+
+    def _add(self, part: TrainBatch, stopping: Stopping, *, last: bool, whole: bool = False) -> None:
+        """Add a gradient. ``whole``: of the whole batch, whose trajectories are then balanced over the ranks."""
+        started_at, gradients = self._started(part), self._gradients
+        try:
+            gradients.take(part)
+            rows = gradients.balance(part) if whole else part
+            passes = gradients.passes(rows)
+            with self._passes.computing():
+                if self._objective.surveys:
+                    gradients.survey(rows, passes, stopping)
+                gradients.add(rows, passes, stopping, last=last)
+            self._quarantine.raise_if_any(part)
+        except Untrainable:
+            self.learner.clear()
+            raise
+        except (MemoryError, RuntimeError) as error:
+            if out_of_memory(error):
+                raise self._too_large(part, first_line(error)) from error
+            raise
+        self._seconds += time.monotonic() - started_at
+
     def _started(self, batch: TrainBatch) -> float:
         """Prepare to compute with these rows; return the current time."""
         self._initial = False
@@ -343,7 +375,7 @@ class TorchTrainer:
                 result = updates.take(batch, step, stopping)
         except (MemoryError, RuntimeError) as error:
             if out_of_memory(error):
-                raise self._too_large(batch, error) from error
+                raise self._too_large(batch, first_line(error)) from error
             raise
         values = batch_values(batch, self._ranks.gather) | result.values | self._passes.router.values(self._ranks)
         values |= self._flops.values(time.monotonic() - started_at)
@@ -359,33 +391,31 @@ class TorchTrainer:
             log.warning("step %d: no token to train; batch consumed, weights unchanged", step)
         return {}
 
-    def _too_large(self, batch: TrainBatch, error: Exception) -> OutOfMemory:
-        micro = self._config.trainer.micro_tokens
-        text = self._memory_text(
-            batch, "", f"trainer.micro_tokens below {micro} or trainer.gradient_checkpointing", error
-        )
+    def _too_large(self, batch: TrainBatch, reason: str) -> OutOfMemory:
+        micro = self._passes.micro_tokens
+        keys = f"trainer.micro_tokens below {micro} or trainer.gradient_checkpointing"
         # With several ranks, the others may be in a collective of this pass and cannot receive an order to save.
         alone = isinstance(self._ranks, OneRank)
         if alone:
-            clear_frames(error.__traceback__)  # they reference the activations
             self.learner.clear()
-        return OutOfMemory(text, can_save=alone)
+        return OutOfMemory(self._memory_text(batch, "", keys, reason), can_save=alone)
 
     def _no_room_to_copy(self, batch: TrainBatch, error: Exception) -> OutOfMemory:
         keys = "trainer.minibatches and trainer.epochs at 1, which need no copy of the weights"
-        text = self._memory_text(batch, " in the copy of the weights", keys, error)
+        text = self._memory_text(batch, " in the copy of the weights", keys, first_line(error))
         return OutOfMemory(text, can_save=isinstance(self._ranks, OneRank))
 
     def _no_room_to_step(self, batch: TrainBatch, error: Exception) -> OutOfMemory:
         """Return the error for an optimizer that does not fit. Some weights may have moved, so nothing can be saved."""
         keys = 'trainer.backend "fsdp" or "deepspeed" over more ranks (trainer.nproc)'
-        return OutOfMemory(self._memory_text(batch, " in the optimizer", keys, error), can_save=False)
+        text = self._memory_text(batch, " in the optimizer", keys, first_line(error))
+        return OutOfMemory(text, can_save=False)
 
-    def _memory_text(self, batch: TrainBatch, within: str, keys: str, error: Exception) -> str:
+    def _memory_text(self, batch: TrainBatch, within: str, keys: str, reason: str) -> str:
         where = f" on rank {self._ranks.place.rank}" if self._ranks.place.world > 1 else ""
         return (
             f"step {batch.step}: out of memory{within}{where}; batch {batch.batch} of {len(batch.rewards)} trajectories"
-            f" is kept. {self._new_run(keys)} ({first_line(error)})"
+            f" is kept. {self._new_run(keys)} ({reason})"
         )
 
     def _new_run(self, keys: str) -> str:
@@ -403,7 +433,3 @@ def _nbytes(tensor: Any) -> int:
 
 def _written() -> None:
     """Do nothing: the checkpoint is written already."""
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]

@@ -29,7 +29,7 @@ from staleflow.clients.trainer.backends.lr_schedule import learning_rate
 from staleflow.clients.trainer.backends.snapshot import Snapshot
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.mini_batches import BatchGroups, mini_batches
-from staleflow.clients.trainer.gradients import Gradients
+from staleflow.clients.trainer.gradients import Gradients, PassOutOfMemory
 from staleflow.clients.trainer.quarantine import GroupQuarantine
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Step
@@ -75,7 +75,7 @@ class Updates:
         snapshot = self._snapshot(batch)
         try:
             return self._take(batch, step, stopping, snapshot)
-        except (Stopped, Untrainable, OutOfMemory):
+        except (Stopped, Untrainable, OutOfMemory, PassOutOfMemory):
             snapshot.restore()
             raise
         except (MemoryError, RuntimeError) as error:

@@ -14,19 +14,34 @@ if TYPE_CHECKING:
     from staleflow.sim.plan import Choice
 
 TRACE = "trace.jsonl"
-SEARCH_OPTIONS = ("etas", "devices", "jobs", "as_json")
+SEARCH_OPTIONS = ("etas", "devices", "jobs")
 """Options that apply to the search only."""
+MEMORY_OPTIONS = ("gpus", "gpu_gib", "prompt_tokens")
+"""Options that apply to the memory plan only."""
 SIMULATION_ONLY = ("trainer.simulated_step_s",)
 """Overrides that matter to a simulation only and are left out of the lines to paste."""
 
 
-@click.command("plan", short_help="Search for a bound, policy and split of devices by simulation.")
+@click.command("plan", short_help="Search for a bound, policy and split by simulation; or plan the memory.")
 @click.argument("source", type=options.FILE, metavar="CONFIG|RUN_DIR")
 @options.overrides
 @click.option("--etas", default="0,1,2,3,4", show_default=True, metavar="LIST", help="Values of max_staleness to try.")
 @click.option("--devices", type=click.IntRange(min=2), metavar="N", help="Also try splits of N devices.")
 @click.option("--graph", is_flag=True, help="Print the stage graph of CONFIG instead of searching.")
 @click.option("--mermaid", is_flag=True, help="Like --graph, as a mermaid diagram.")
+@click.option("--memory", is_flag=True, help="Print the memory of each process of a run instead of searching.")
+@click.option(
+    "--gpus", type=click.IntRange(min=0), metavar="N", help="--memory: number of GPUs. Default: those of this machine."
+)
+@click.option("--gpu-gib", type=click.FloatRange(min=1), metavar="GIB", help="--memory: free memory of each GPU.")
+@click.option(
+    "--prompt-tokens",
+    default=512,
+    show_default=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="--memory: length of a prompt.",
+)
 @click.option(
     "--jobs", default=os.cpu_count() or 1, show_default="one per processor", type=click.IntRange(min=1), metavar="J"
 )
@@ -38,6 +53,10 @@ def command(
     devices: int | None,
     graph: bool,
     mermaid: bool,
+    memory: bool,
+    gpus: int | None,
+    gpu_gib: float | None,
+    prompt_tokens: int,
     jobs: int,
     as_json: bool,
 ) -> int:
@@ -48,14 +67,27 @@ def command(
     covers max_staleness, the bound, the overdue policy, composition, admission, redundancy and, with --devices, the
     split between engines and trainer ranks.
 
+    With --memory, print instead what each process needs on its GPU or in main memory, and whether it fits. The model
+    is built without weights, so its config.json suffices. --gpus and --gpu-gib describe a machine other than this one.
+
     \b
     Examples:
       staleflow plan configs/skewed.toml --etas 0,1,2
       staleflow plan runs/quickstart-20261121-053000 --devices 8
       staleflow plan configs/stages.toml --graph
+      staleflow plan configs/gpu/one-gpu.toml --memory --gpus 1 --gpu-gib 79
     """
+    if graph or mermaid or memory:
+        chosen = "--memory" if memory else "--graph and --mermaid"
+        options.refuse(f"it applies to the search: leave it out, or {chosen}", *SEARCH_OPTIONS)
+    if not memory:
+        options.refuse("it applies to the memory plan: add --memory, or leave it out", *MEMORY_OPTIONS)
+    if memory:
+        if graph or mermaid:
+            raise ConfigError("--memory", True, "leave it out, or --graph and --mermaid")
+        return _memory(source, overrides, gpus, gpu_gib, prompt_tokens, as_json=as_json)
     if graph or mermaid:
-        options.refuse("it applies to the search: leave it out, or --graph and --mermaid", *SEARCH_OPTIONS)
+        options.refuse("it applies to the search: leave it out, or --graph and --mermaid", "as_json")
         return _draw(source, overrides, mermaid)
     import tempfile
 
@@ -79,13 +111,59 @@ def command(
     return 0
 
 
-def _draw(source: Path, overrides: tuple[str, ...], mermaid: bool) -> int:
-    from staleflow.cli import graph
+def _memory(
+    source: Path,
+    overrides: tuple[str, ...],
+    gpus: int | None,
+    gpu_gib: float | None,
+    prompt_tokens: int,
+    *,
+    as_json: bool,
+) -> int:
+    """Print the memory plan; return 1 if a device is too small."""
+    from staleflow.cli.progress import working
+    from staleflow.configs.loading.probe import count_gpus
+    from staleflow.configs.rules.checks import needs_model
+    from staleflow.supervisor.memory import ask, text
+
+    config = _unchanged(source, overrides)
+    if not needs_model(config):
+        raise click.ClickException("no process of this run loads a model")
+    directory = ask.model_directory(config, source if source.is_dir() else None)
+    if directory is None:
+        allowed = "the run has yet to build its model: plan its run directory later, or set model.path"
+        raise ConfigError("model.build", config.model.build, allowed)
+    with working("planning the memory"):
+        plan = ask.plan_of(
+            config,
+            directory,
+            count_gpus() if gpus is None else gpus,
+            prompt_tokens=prompt_tokens,
+            gpu_bytes=int((gpu_gib or 0) * 2**30),
+        )
+    if as_json:
+        import msgspec
+
+        click.echo(msgspec.json.encode(plan).decode())
+    else:
+        for line in text.lines(config, plan):
+            click.echo(line)
+    return 0 if all(device.fits for device in plan.devices) else 1
+
+
+def _unchanged(source: Path, overrides: tuple[str, ...]) -> "Config":
+    """Return the configuration of a file with overrides, or that of a run."""
     from staleflow.configs.loading.load import load, read_run
 
     if source.is_dir() and overrides:
         raise ConfigError("override", overrides[0], "a run directory keeps its configuration: leave it out")
-    config = read_run(source) if source.is_dir() else load(source, overrides)
+    return read_run(source) if source.is_dir() else load(source, overrides)
+
+
+def _draw(source: Path, overrides: tuple[str, ...], mermaid: bool) -> int:
+    from staleflow.cli import graph
+
+    config = _unchanged(source, overrides)
     click.echo(graph.mermaid(config) if mermaid else graph.text(config))
     return 0
 

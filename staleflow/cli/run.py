@@ -64,9 +64,29 @@ def command(
     check_free(config, folder)
     for gpu, names in place(config, gpus).table() if gpus else ():
         click.echo(f"GPU {gpu}: {', '.join(names)}", err=True)
+    print_memory(config, folder, gpus)
     hint = f"staleflow run --run-dir {folder} --resume"
     with rundir.claim(config, folder, resume=resume, command=hint):
         return Supervisor(config, folder, view_of(config, folder, plain, as_json), hint, gpus=gpus).run()
+
+
+def print_memory(config: "Config", folder: Path, gpus: int) -> None:
+    """Print the memory plan of a run with a large model that is already there. It never stops the run."""
+    from staleflow.configs.errors import ConfigError
+    from staleflow.configs.rules.checks import needs_model
+    from staleflow.supervisor.memory import ask, text
+
+    try:
+        directory = ask.model_directory(config, folder) if needs_model(config) else None
+        if directory is None or not ask.is_large(directory):
+            return
+        with working("planning the memory"):
+            plan = ask.plan_of(config, directory, gpus)
+    except ConfigError as error:
+        click.echo(f"no memory plan: {error}", err=True)
+        return
+    for line in text.lines(config, plan):
+        click.echo(line, err=True)
 
 
 def _config(arguments: tuple[str, ...], file: Path | None, run_dir: Path | None, resume: bool) -> "Config":

@@ -259,6 +259,30 @@ def configuration(file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
         used = in_use(address)
         yield Finding("address", "bad" if used else "good", f"{key} {address} is {'in use' if used else 'free'}")
     yield from stage_calls(config)
+    yield from memory(config, gpus)
+
+
+def memory(config: "Config", gpus: int) -> Iterator[Finding]:
+    """Compare the memory plan of a run with the free memory of this machine, one finding for each GPU."""
+    from staleflow.configs.rules.checks import needs_model
+    from staleflow.supervisor.memory import ask, text
+
+    if not needs_model(config):
+        return
+    try:
+        directory = ask.model_directory(config)
+        plan = ask.plan_of(config, directory, gpus) if directory is not None else None
+    except ConfigError as error:
+        yield Finding("memory", "missing", f"no plan: {error}")
+        return
+    if plan is None:
+        yield Finding("memory", "good", "no plan before the run has built its model: staleflow plan RUN_DIR --memory")
+        return
+    for device in plan.devices:
+        uses = "; ".join(f"{use.process} {text.parts(use)}" for use in device.uses)
+        result = f"{text.verdict(config, device)}. {uses}"
+        yield Finding(f"memory, {text.name(device)}", "good" if device.fits else "bad", result)
+    yield Finding("memory", "good", "; ".join((text.assumption(config, plan), *plan.unknown)))
 
 
 def abilities(findings: Sequence[Finding]) -> list[Finding]:

@@ -102,6 +102,10 @@ class OutputLayer:
         if self._whole:
             log.info("trainer.logit_chunk has no effect: this model's logits are not those of a linear output layer")
 
+    def keep_whole(self) -> None:
+        """Use whole logits from now on."""
+        self._whole = True
+
     @torch.no_grad()
     def _agrees(self, model: Any, forward: Forward, device: torch.device) -> bool:
         """Compare the log-probabilities of a small pass with those of the model's own logits."""

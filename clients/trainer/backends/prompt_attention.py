@@ -47,7 +47,7 @@ def blocks_of(sequence: Sequence, device: torch.device) -> Blocks:
                 torch.from_numpy(block.queries).to(device),
                 torch.from_numpy(block.keys).to(device),
                 # A bias cannot be created within a layer: selective checkpointing intercepts what layers create.
-                causal_lower_right(block.queries.shape[1], block.keys.shape[1])
+                _lower_right(block.queries.shape[1], block.keys.shape[1])
                 if block.mask is None
                 else torch.from_numpy(block.mask).to(device),
             )
@@ -81,7 +81,8 @@ def shared_prompt_attention(
     # An exception would leave the collectives of a sharded model half done, so the check at start looks at the set.
     shared_prompts.not_computed.update(text for name, text in _NOT_COMPUTED.items() if kwargs.get(name) is not None)
     repeats = query.shape[1] // key.shape[1]
-    grouped = repeats > 1 and query.device.type == "cpu"  # with a mask, a GPU's kernels need equal numbers of heads
+    # With a mask, a GPU's kernels need equal numbers of heads.
+    grouped = repeats > 1 and query.device.type == "cpu" and not _fake_gpu
     if repeats > 1 and not grouped:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     queries, keys, values = (states[0].transpose(0, 1).flatten(1) for states in (query, key, value))
@@ -103,6 +104,27 @@ def shared_prompt_attention(
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, shared_prompts.attended)[None], None
+
+
+_fake_gpu: bool | None = None
+"""Within ``fake_tensors``: whether the tensors stand for those of a GPU."""
+
+
+@contextmanager
+def fake_tensors(*, gpu: bool) -> Iterator[None]:
+    """Accept fake tensors on the CPU that stand for those of a GPU or a CPU."""
+    global _fake_gpu
+    _fake_gpu = gpu
+    try:
+        yield
+    finally:
+        _fake_gpu = None
+
+
+def _lower_right(queries: int, keys: int) -> Tensor:
+    if _fake_gpu is not None:  # torch's causal bias is a subclass that cannot be fake; a CPU computes with this mask
+        return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    return causal_lower_right(queries, keys)
 
 
 AttentionInterface.register(NAME, shared_prompt_attention)

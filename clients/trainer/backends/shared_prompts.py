@@ -52,17 +52,22 @@ def why_not_shared(model: Any, forward: Forward, backward: Callable[[Tensor], No
     Compares the log-probabilities of two small groups and their gradient in the embeddings with those of a padded pass.
     ``backward`` adds the gradient of a scalar to the model's.
     """
-    if not model.is_backend_compatible():
-        return "its attention cannot be replaced"
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - {"full_attention"}
-    if kinds:
-        return f"it has layers of type {', '.join(sorted(kinds))}"
+    if reason := why_not_tried(model):
+        return reason
     try:
         return _deviation(model, forward, backward, device)
     except Exception as error:
         if out_of_memory(error):
             raise
         return f"it raises {type(error).__name__}: {error}"
+
+
+def why_not_tried(model: Any) -> str:
+    """Return why the structure of this model rules out shared prompts, or "" if a comparison decides."""
+    if not model.is_backend_compatible():
+        return "its attention cannot be replaced"
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - {"full_attention"}
+    return f"it has layers of type {', '.join(sorted(kinds))}" if kinds else ""
 
 
 def _deviation(model: Any, forward: Forward, backward: Callable[[Tensor], None], device: torch.device) -> str:

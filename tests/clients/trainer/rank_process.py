@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from staleflow.clients.trainer.backends.base import StepResult, Stopped, Untrainable
@@ -64,6 +65,18 @@ def streamed(trainer: TorchTrainer, parts: list[TrainBatch], step: int) -> StepR
     return trainer.finish(concatenated(parts, header(step)), Step(step))
 
 
+def lack_memory(trainer: TorchTrainer, call: int) -> None:
+    """Let one backward pass run out of memory, before it computes anything."""
+    backward, calls = trainer.learner.backward, iter(range(1, 999))
+
+    def fails(loss: Any, *, last: bool) -> None:
+        if next(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        backward(loss, last=last)
+
+    trainer.learner.backward = fails  # type: ignore[method-assign]
+
+
 def main() -> None:
     """Run the task; rank 0 writes the results."""
     faulthandler.dump_traceback_later(PATIENCE_S)  # print the stack of a rank that hangs
@@ -81,6 +94,8 @@ def main() -> None:
     computed = count_tokens(trainer)
     if task.get("save_after") == -1:
         save(trainer, where.leads, task)
+    if "no_room" in task and where.rank == task["no_room"][0]:
+        lack_memory(trainer, task["no_room"][1])
     for step in task["steps"]:
         data = share(step, where.rank, where.world, groups=task.get("groups", 3), longest=task.get("longest", 1))
         if step in task.get("bad", []) and where.rank == where.world - 1:
@@ -100,7 +115,12 @@ def main() -> None:
             results.append({"bad": str(error)})
         else:
             results.append(
-                {**result.values, "bad": result.bad, "computed": ranks.gather(np.array(computed[-1:])).tolist()}
+                {
+                    **result.values,
+                    "bad": result.bad,
+                    "micro_tokens": trainer._passes.micro_tokens,
+                    "computed": ranks.gather(np.array(computed[-1:])).tolist(),
+                }
             )
         if step in task.get("evaluated", []) and (where.leads or trainer.together):
             results[-1] |= trainer.evaluate(Version(step + 1), lambda: False)

@@ -1,0 +1,1 @@
+"""The memory plan: what each process of a run needs, before the run starts."""
