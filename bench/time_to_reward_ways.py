@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false, reportPrivateImportUsage=false
 # mypy: disable-error-code="no-untyped-call, misc"
-"""Processes of ``bench.time_to_reward``: ``python -m bench.time_to_reward_ways train|evaluate WORKLOAD SEED DIRECTORY``.
+"""Processes of ``bench.time_to_reward``: ``python -m bench.time_to_reward_ways VERB WORKLOAD SEED DIRECTORY``.
 
 ``train`` trains ``DIRECTORY/model`` with TRL's ``GRPOTrainer``, with the hyper-parameters of the workload's
 configuration, and saves ``DIRECTORY/trl/checkpoint-STEP``. ``evaluate`` prints the held-out reward of each model
