@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final
+from typing import Final
 
 import click
 import msgspec
@@ -56,9 +56,16 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 def environment() -> dict[str, str]:
-    """Return an environment in which thread counts are the defaults of each side."""
+    """Return an environment in which thread counts are the defaults of each side, and idle OpenMP threads do not spin,
+    as ``staleflow run`` sets it for its processes.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    return kept | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    return kept | {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        "TQDM_DISABLE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
 
 
 def called(words: Sequence[str], log: Path, given: str = "") -> str:
@@ -166,19 +173,25 @@ def table(cells: Sequence[tuple[str, ...]], *, markdown: bool) -> None:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--workload", "names", type=click.Choice(WORKLOADS), multiple=True, default=WORKLOADS)
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--first-seed", default=0, show_default=True, type=click.IntRange(min=0))
 @click.option("--way", "ways", type=click.Choice(WAYS), multiple=True, default=WAYS, help="Default: both.")
 @click.option("--goal", type=click.FloatRange(0, 1), help="Reward to reach; default: that of the workload.")
 @click.option("--runs", type=click.Path(path_type=Path), help="Keep the directories of the runs here.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON file for the raw values.")
+@click.option(
+    "--raw", "files", type=click.Path(path_type=Path, exists=True), multiple=True, help="Show these, run nothing."
+)
 @click.option("--markdown", is_flag=True, help="For bench/results/.")
 def main(
     overrides: tuple[str, ...],
     names: tuple[str, ...],
     seeds: int,
+    first_seed: int,
     ways: tuple[str, ...],
     goal: float | None,
     runs: Path | None,
     out: Path | None,
+    files: tuple[Path, ...],
     markdown: bool,
 ) -> None:
     if find_spec("trl") is None:
@@ -186,12 +199,15 @@ def main(
     from bench.time_to_reward_task import WORKLOADS as ALL
 
     folder = (runs or Path(tempfile.mkdtemp(prefix="sf-"))) / time.strftime("%H%M%S")
-    plan: list[tuple[str, int, str]] = [(name, seed, way) for name in names for seed in range(seeds) for way in ways]
-    results: list[Any] = []
-    for name, seed, way in tracked("runs", plan, lambda one: " ".join(map(str, one))):
+    plan: list[tuple[str, int, str]] = [
+        (name, seed, way) for name in names for seed in range(first_seed, first_seed + seeds) for way in ways
+    ]
+    results = [one for file in files for one in msgspec.json.decode(file.read_bytes(), type=list[Result])]
+    for name, seed, way in tracked("runs", [] if files else plan, lambda one: " ".join(map(str, one))):
         results.append(measured(way, name, seed, folder / f"{name}-{seed}-{way}", overrides))
         if out is not None:
             out.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
+    results.sort(key=lambda one: (one.workload, one.seed, one.way))
     table(rows(results, {name: goal or ALL[name].goal for name in names}), markdown=markdown)
 
 

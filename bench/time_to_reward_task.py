@@ -34,13 +34,13 @@ class Workload:
 
 
 WORKLOADS: Final[Mapping[str, Workload]] = {
-    "quickstart": Workload(config=CONFIGS / "quickstart.toml", steps=110, evaluate_every=10, goal=0.9),
+    "quickstart": Workload(config=CONFIGS / "quickstart.toml", steps=120, evaluate_every=10, goal=0.9),
     "slow-reward": Workload(
         config=CONFIGS / "quickstart.toml",
         overrides=('reward={run="bench.time_to_reward_task:slow_reward"}',),
-        steps=50,
+        steps=40,
         evaluate_every=10,
-        goal=0.64,
+        goal=0.6,
     ),
     "tools": Workload(
         config=CONFIGS / "environment.toml",
@@ -51,9 +51,9 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
             "environment.max_turns=0",
             "staleness.max_staleness=2",
         ),
-        steps=20,
-        evaluate_every=4,
-        goal=0.8,
+        steps=12,
+        evaluate_every=3,
+        goal=0.7,
     ),
 }
 

@@ -193,7 +193,8 @@ def evaluate(name: str, seed: int, model_directory: Path) -> float:
     """Return the mean reward on all held-out prompts, sampled as in training, without any waiting."""
     config = config_of(name, seed)
     torch.manual_seed(0)
-    model, tokenizer = (one.from_pretrained(model_directory) for one in (AutoModelForCausalLM, AutoTokenizer))
+    model: Any = AutoModelForCausalLM.from_pretrained(model_directory)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_directory)
     rows = load_object(config.prompts.eval_source, "prompts.eval_source")(seed, **config.prompts.options)
     rows *= EVALUATED_SAMPLES
     prompts, limit = [row["prompt"] for row in rows], config.rollout.max_new_tokens
