@@ -31,6 +31,7 @@ from staleflow.configs.section import (
     Share,
     StopString,
     Text,
+    Threads,
 )
 from staleflow.configs.simulation import Simulated, Simulation
 from staleflow.protocols.consistency.limits import MAX_STALENESS, Bound, OnOverdue
@@ -268,8 +269,8 @@ class Reference(Section, frozen=True, kw_only=True):
     """Number of groups that a worker takes at once. Its forward passes have ``trainer.micro_tokens`` padded tokens."""
     timeout_s: Seconds = 60.0
     """Maximum seconds of one group. A worker that exceeds it loses its groups to another one."""
-    threads: Processes = 1
-    """Number of torch threads of a worker."""
+    threads: Threads = 0
+    """Number of torch threads of a worker. 0: its share of the cores, see ``trainer.threads``."""
 
 
 class Critic(Section, frozen=True, kw_only=True):
@@ -287,8 +288,8 @@ class Critic(Section, frozen=True, kw_only=True):
     ``trainer.micro_tokens`` padded tokens."""
     timeout_s: Seconds = 60.0
     """Maximum seconds of one group, including learning."""
-    threads: Processes = 1
-    """Number of torch threads."""
+    threads: Threads = 0
+    """Number of torch threads. 0: its share of the cores, see ``trainer.threads``."""
 
 
 class Staleness(Section, frozen=True, kw_only=True):
@@ -407,8 +408,8 @@ class Rollout(Section, frozen=True, kw_only=True):
     """Groups to release after the reward. ``zero_spread``: groups whose samples all have the same reward, which teach
     nothing if the advantage is relative to the group. Empty: ``zero_spread`` with ``grpo``, ``dr_grpo`` and ``rloo``,
     else ``none``."""
-    threads: Processes = 1
-    """Number of torch threads of an instance."""
+    threads: Threads = 0
+    """Number of torch threads of an instance. 0: its share of the cores, see ``trainer.threads``."""
     pool: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Workers of several kinds in place of ``workers``, as tables ``[[rollout.pool]]``. Each has ``workers`` (default
     1) and values of its own for ``engine``, ``engine_options``, ``max_inflight``, ``threads``, ``gpus``, ``vllm``,
@@ -588,8 +589,12 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Number of steps between evaluations on the held-out prompts; 0: at the start and at the end only."""
     eval_prompts: NonNegative = 256
     """Number of held-out prompts to use; 0 disables evaluation."""
-    threads: Processes = 1
-    """Number of torch threads."""
+    threads: Threads = 0
+    """Number of torch threads of each rank. 0: its share of the cores of the machine. Ranks, rollout workers, reference
+    models and the critic that ``staleflow run`` starts get equal shares of at least 1, and the ranks the remainder;
+    with ``staleness.max_staleness = 0`` trainer and engines take turns, and each side shares all cores. The start of
+    the run prints the shares. More threads than cores slow all processes down. On machines that ``staleflow launch``
+    starts, 0 is 1; in a process that you start, torch chooses, and follows ``OMP_NUM_THREADS``."""
     simulated_step_s: NonNegativeFloat = 0.1
     """Seconds of a train step with ``backend = "simulated"`` and in ``staleflow simulate``."""
     algorithm: Algorithm = field(default_factory=Algorithm)

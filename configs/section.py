@@ -18,6 +18,8 @@ PositiveFloat = Annotated[float, Meta(gt=0, le=MOST)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Processes = Annotated[int, Meta(ge=1, le=4096)]
 """Number of processes, threads or machines, limited to what a kernel and a scheduler can handle."""
+Threads = Annotated[int, Meta(ge=0, le=4096)]
+"""Number of threads of a process; 0: chosen from the cores of the machine."""
 MAX_GROUPS: Final = 1 << 20
 Groups = Annotated[int, Meta(ge=1, le=MAX_GROUPS)]
 """Number of groups or samples held at once; each takes some bytes in memory and in one message."""

@@ -264,5 +264,5 @@ def workers_of(config: Config, stage: str) -> int:
 
 
 def threads_of(config: Config, stage: str) -> int:
-    """Return the number of threads of the numeric libraries in a worker of a stage."""
+    """Return the number of threads of the numeric libraries in a worker of a stage; 0: chosen (``configs.threads``)."""
     return {REFERENCE: config.reference.threads, CRITIC: config.critic.threads}.get(stage, 1)

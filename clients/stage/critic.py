@@ -63,7 +63,8 @@ class Critic:
 
     def __init__(self, config: Config, directory: Path, folder: Path) -> None:
         torch.manual_seed(config.seed)
-        torch.set_num_threads(config.critic.threads)
+        if config.critic.threads:
+            torch.set_num_threads(config.critic.threads)
         self._algorithm, self._settings, self._trainer = config.trainer.algorithm, config.critic, config.trainer
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_model(directory, "float32", self._device)

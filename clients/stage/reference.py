@@ -22,7 +22,8 @@ class Reference:
     """Compute ``logprobs``, float32 [T], at the engine's sampling temperature, as for the policy. Never learns."""
 
     def __init__(self, directory: Path, *, dtype: str, temperature: float, micro_tokens: int, threads: int = 1) -> None:
-        torch.set_num_threads(threads)
+        if threads:
+            torch.set_num_threads(threads)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = load_model(directory, dtype, self._device).requires_grad_(False)
         self._limits = Limits.of(self._model)

@@ -68,7 +68,8 @@ class TorchTrainer:
         evaluation: Evaluation | None = None,
         ranks: OneRank | ManyRanks | None = None,
     ) -> None:
-        torch.set_num_threads(config.trainer.threads)
+        if config.trainer.threads:
+            torch.set_num_threads(config.trainer.threads)
         torch.manual_seed(config.seed)
         self._config = config
         self._directory = directory

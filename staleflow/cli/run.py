@@ -48,6 +48,8 @@ def command(
     from staleflow.configs.loading.presence import present
     from staleflow.configs.loading.probe import count_gpus
     from staleflow.configs.placement import place
+    from staleflow.configs.threads import share
+    from staleflow.process.host import usable_cores
     from staleflow.supervisor import rundir, summary
     from staleflow.supervisor.addresses import check_free
     from staleflow.supervisor.supervisor import Supervisor
@@ -64,6 +66,8 @@ def command(
     check_free(config, folder)
     for gpu, names in place(config, gpus).table() if gpus else ():
         click.echo(f"GPU {gpu}: {', '.join(names)}", err=True)
+    if chosen := share(config, usable_cores()).words(config):
+        click.echo(f"threads: {chosen} ({usable_cores()} cores)", err=True)
     print_memory(config, folder, gpus)
     hint = f"staleflow run --run-dir {folder} --resume"
     with rundir.claim(config, folder, resume=resume, command=hint):

@@ -151,10 +151,10 @@ def head_stages(config: Config, run_dir: Path, gpus: int) -> list[Role]:
 def machine_cpus(config: Config, part: Part) -> int:
     """Return the processors to request for a machine of ``part`` if machines are not allocated exclusively."""
     if part == "trainer":
-        return config.trainer.nproc * config.trainer.threads
+        return config.trainer.nproc * max(1, config.trainer.threads)
     nodes = config.launch.rollout_nodes
     machines = [engines_on(config, number, nodes).values() for number in range(nodes)]
-    threads = max(sum(engine.rollout.threads for engine in engines) for engines in machines)
+    threads = max(sum(max(1, engine.rollout.threads) for engine in engines) for engines in machines)
     return threads + has_relay(config.launch.relays, most(len(workers(config)), nodes), nodes)
 
 
@@ -162,7 +162,7 @@ def head_cpus(config: Config) -> int:
     """Return the number of processors that the head needs."""
     elsewhere = model_stages(config, config.launch.gpus_per_node)
     judges = sum(
-        workers_of(config, name) * threads_of(config, name) for name in stages(config) if name not in elsewhere
+        workers_of(config, name) * max(1, threads_of(config, name)) for name in stages(config) if name not in elsewhere
     )
     return SERVER_CPUS * (2 + config.trajectories.shards) + judges
 
@@ -201,14 +201,16 @@ def trainer_roles(config: Config, folder: Path, connect: str, place: Place, meet
     nproc = config.trainer.nproc
     gpus = tuple(range(nproc)) if place.gpus and config.trainer.backend != "simulated" else ()
     reach = ("--connect", connect)
-    trainer = roles.attach("trainer", folder, "train", *reach, threads=config.trainer.threads)
+    trainer = roles.attach("trainer", folder, "train", *reach, threads=max(1, config.trainer.threads))
     if place.machines > 1:
         trainer = _under_torchrun(trainer, config, place, meet, here)
     placed = [replace(trainer, kind=Kind.TRAINER, gpus=gpus)]
     if place.number:
         return placed
     judges = [
-        roles.attach(f"{stage}-{number}", folder, "stage", *reach, "--stage", stage, threads=threads_of(config, stage))
+        roles.attach(
+            f"{stage}-{number}", folder, "stage", *reach, "--stage", stage, threads=max(1, threads_of(config, stage))
+        )
         for stage in model_stages(config, place.gpus)
         for number in range(workers_of(config, stage))
     ]

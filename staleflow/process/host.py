@@ -23,6 +23,7 @@ _MMAP_THRESHOLD: Final = -3
 # Option numbers of ``mallopt`` in glibc.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MOUNTS = Path("/proc/self/mountinfo")
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 @cache
@@ -32,6 +33,15 @@ def boot_id() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return socket.gethostname()
+
+
+def usable_cores(quota_file: Path = _CPU_QUOTA) -> int:
+    """Return the number of processors that this process may use, at most the quota of its container."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no cgroup v2, or "max": no quota
+        quota, period = map(int, quota_file.read_text().split())
+        cores = max(1, min(cores, quota // period))
+    return cores
 
 
 @cache

@@ -9,7 +9,8 @@ from staleflow.configs import pools
 from staleflow.configs.own_settings import as_overrides
 from staleflow.configs.placement import place
 from staleflow.configs.schema import Config
-from staleflow.configs.stages import stages, threads_of, workers_of
+from staleflow.configs.stages import stages, workers_of
+from staleflow.configs.threads import Threads, share
 
 
 class Kind(StrEnum):
@@ -70,29 +71,32 @@ def servers(config: Config, run_dir: Path, session: str = "") -> list[Role]:
     ]
 
 
-def workers(config: Config, run_dir: Path, available: int = 0) -> list[Role]:
+def workers(config: Config, run_dir: Path, available: int = 0, cores: int = 1) -> list[Role]:
     """Return the workers of a run in start order, rollout workers first and the trainer last.
 
-    ``available``: number of GPUs that the run may see.
+    ``available``: number of GPUs that the run may see; ``cores``: number of processors that it may use.
     """
-    placement = place(config, available)
+    placement, threads = place(config, available), share(config, cores)
     rollout = [
-        replace(rollout_worker(config, number, run_dir), gpus=gpus) for number, gpus in enumerate(placement.rollout)
+        replace(rollout_worker(config, number, run_dir, threads=threads), gpus=gpus)
+        for number, gpus in enumerate(placement.rollout)
     ]
     judges = [
-        attach(f"{stage}-{number}", run_dir, "stage", "--stage", stage, threads=threads_of(config, stage), gpus=gpus)
+        attach(
+            f"{stage}-{number}", run_dir, "stage", "--stage", stage, threads=threads.of_stage(config, stage), gpus=gpus
+        )
         for stage in stages(config)
         for number, gpus in enumerate(placement.stages.get(stage, [()] * workers_of(config, stage)))
     ]
-    trainer = attach("trainer", run_dir, "train", threads=config.trainer.threads, gpus=placement.trainer)
+    trainer = attach("trainer", run_dir, "train", threads=threads.of_trainer(config), gpus=placement.trainer)
     return [*rollout, *judges, replace(trainer, kind=Kind.TRAINER)]
 
 
-def rollout_worker(config: Config, number: int, run_dir: Path, *more: str) -> Role:
+def rollout_worker(config: Config, number: int, run_dir: Path, *more: str, threads: Threads | None = None) -> Role:
     """Return a rollout worker with the settings of its pool, on all GPUs. ``more``: further options."""
     worker = pools.workers(config)[number]
     words = (*more, *as_overrides(worker, config))
-    return attach(f"rollout-{number}", run_dir, "rollout", *words, threads=worker.rollout.threads)
+    return attach(f"rollout-{number}", run_dir, "rollout", *words, threads=(threads or Threads()).of_worker(worker))
 
 
 def model_builder(run_dir: Path) -> Role:

@@ -18,6 +18,7 @@ from staleflow.configs.loading.load import addresses
 from staleflow.configs.schema import Config
 from staleflow.net.errors import Refused, Unavailable
 from staleflow.net.security import OBSERVER_ROLES, check_keys, client_sockets
+from staleflow.process.host import usable_cores
 from staleflow.process.sanitize import printable
 from staleflow.protocols.wire.messages import ParametersStatus, SchedulerStatus, Status
 from staleflow.supervisor import model, roles
@@ -67,7 +68,7 @@ class Supervisor:
 
         ``gpus``: number of GPUs on this machine.
         """
-        self._workers = roles.workers(config, run_dir, gpus) if workers is None else workers
+        self._workers = roles.workers(config, run_dir, gpus, usable_cores()) if workers is None else workers
         self._builds_model = workers is None
         self._config = config
         self._run_dir = run_dir

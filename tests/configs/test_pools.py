@@ -35,7 +35,7 @@ def test_a_pool_has_the_settings_of_rollout_below_its_own(write: Write) -> None:
     config = mixed(write, "rollout.max_inflight=32", "rollout.vllm.max_model_len=64")
     assert from_json(to_json(config)) == config
     fast, *slow = (worker.rollout for worker in workers(config))
-    assert (fast.engine, fast.max_inflight, fast.threads) == ("vllm", 256, 1)
+    assert (fast.engine, fast.max_inflight, fast.threads) == ("vllm", 256, 0)
     assert (fast.vllm.kv_cache_mb, fast.vllm.max_model_len) == (16, 64)
     assert [(one.engine, one.max_inflight, one.threads, one.vllm.kv_cache_mb) for one in slow] == [
         ("transformers", 32, 3, 512)
@@ -112,7 +112,7 @@ def test_every_shared_key_that_differs_is_named(write: Write) -> None:
             r"rollout\.pool\[0\]\.group_size is 3; a pool may set workers, gpus, engine, .*; workers share",
         ),
         ("[{}, {max_inflight=1}]", r"rollout\.pool\[1\]\.max_inflight is 1; a group of 8 samples must fit"),
-        ("[{threads=0}]", r"rollout\.pool\[0\]\.threads is 0; it must be an integer from 1 to 4096"),
+        ("[{threads=-1}]", r"rollout\.pool\[0\]\.threads is -1; it must be an integer from 0 to 4096"),
         ("[{vllm={gpus=0}}]", r"rollout\.pool\[0\]\.vllm\.gpus is 0; there is no such key"),
         ("[{engine='x'}]", r'rollout\.pool\[0\]\.engine is "x"; it must be one of'),
         ("[{engine='simulated'}]", r'pool\[0\]\.engine is "simulated"; tokens of all workers must be the same'),

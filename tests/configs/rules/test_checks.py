@@ -118,7 +118,7 @@ DIRECT = ("parameters.transport=direct", "rollout.engine=transformers", "trainer
             ["reference.path=/m"],
             r'reference\.path is "/m"; the run has no reference stage: .*kl_coef is 0.* leave it at ""',
         ),
-        (["reference.threads=2"], r"reference\.threads is 2; the run has no reference stage: .*; leave it at 1$"),
+        (["reference.threads=2"], r"reference\.threads is 2; the run has no reference stage: .*; leave it at 0$"),
         (
             ["critic.path=/m"],
             r'critic\.path is "/m"; the run has no critic stage: .*advantage is not "gae"; leave it at',

@@ -21,7 +21,8 @@ from staleflow.configs.schema import Config
 def open_model(directory: Path, dtype: str, threads: int = 1) -> Any:
     """Load the model of a directory for inference, on the first GPU if one is available."""
     check_model_dir(directory, "model directory")
-    torch.set_num_threads(threads)
+    if threads:  # else OMP_NUM_THREADS, which `staleflow run` sets to the share of this process
+        torch.set_num_threads(threads)
     quiet: Any = disable_progress_bar
     quiet()  # standard error is a log file here, or the terminal of staleflow eval
     try:

@@ -32,7 +32,7 @@ _ON_CPU = {
 
 def prepare(threads: int, *, cpu: bool) -> None:
     """Set vLLM's environment variables before its import, keeping values that the user has set."""
-    settings = _ALWAYS | (_ON_CPU | {"OMP_NUM_THREADS": str(threads)} if cpu else {})
+    settings = _ALWAYS | (_ON_CPU | ({"OMP_NUM_THREADS": str(threads)} if threads else {}) if cpu else {})
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     os.environ[PARENT] = str(os.getpid())
