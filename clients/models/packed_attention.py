@@ -20,7 +20,6 @@ _MAX_HEAD_SIZE = 256
 """Limit of the flash kernels."""
 
 
-@torch.compiler.disable  # the number of trajectories and their lengths differ from pass to pass
 def packed_attention(
     module: Any,
     query: Tensor,
@@ -82,7 +81,9 @@ def packed_mask(
     )
 
 
-AttentionInterface.register(NAME, packed_attention)
+_uncompiled: Any = torch.compiler.disable
+# The number of trajectories and their lengths differ from pass to pass.
+AttentionInterface.register(NAME, _uncompiled(packed_attention))
 AttentionMaskInterface.register(NAME, packed_mask)
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import sysconfig
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -36,14 +37,18 @@ class CompiledLayers:
 
     def __init__(self, wanted: bool, device: torch.device) -> None:
         self._wanted = wanted
+        self._layers: list[Any] = []
         if wanted:
             check_compiler(device)
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
 
     def apply(self, model: Any) -> None:
         """Compile the layers of a loaded model at their first pass."""
-        for layer in layers(model) if self._wanted else ():
+        compiled = layers(model) if self._wanted else []
+        for layer in compiled:
             layer.forward = torch.compile(layer.forward, dynamic=True)
+        # FSDP renames the classes by which ``layers`` knows them; a strong reference would keep the model alive.
+        self._layers = [weakref.ref(layer) for layer in compiled]
 
     def paused(self) -> AbstractContextManager[Any]:
         """Return a context in which the layers run uncompiled."""
@@ -63,7 +68,7 @@ class CompiledLayers:
         """
         if not self._wanted:
             return
-        reason = "" if layers(model) else "its layers are not known"
+        reason = "" if self._layers else "its layers are not known"
         try:
             reason = reason or self._deviation(model, forward, backward, device)
         except Exception as error:
@@ -73,8 +78,8 @@ class CompiledLayers:
         if any_rank(bool(reason)):
             log.warning("trainer.compile has no effect on this model: %s", reason or "see the log of another rank")
             self._wanted = False
-            for layer in layers(model):
-                del layer.forward
+            for layer in self._layers:
+                del layer().forward
 
     def _deviation(self, model: Any, forward: Forward, backward: Callable[[Tensor], None], device: torch.device) -> str:
         embeddings = model.get_input_embeddings()

@@ -57,7 +57,6 @@ def blocks_of(sequence: Sequence, device: torch.device) -> Blocks:
     )
 
 
-@torch.compiler.disable  # the number of blocks and their shapes differ from pass to pass
 def shared_prompt_attention(
     module: Any,
     query: Tensor,
@@ -127,7 +126,9 @@ def _lower_right(queries: int, keys: int) -> Tensor:
     return causal_lower_right(queries, keys)
 
 
-AttentionInterface.register(NAME, shared_prompt_attention)
+_uncompiled: Any = torch.compiler.disable
+# The number of blocks and their shapes differ from pass to pass.
+AttentionInterface.register(NAME, _uncompiled(shared_prompt_attention))
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
