@@ -2,8 +2,8 @@
 
 Both sides get the same initial model, prompts, hyper-parameters and cores, and save a checkpoint every few steps. The
 checkpoints are evaluated after the run, by one process, on all held-out prompts: evaluation takes no time of either.
-The clock starts with the first step of TRL and with version 0 of staleflow, when the models are loaded. The time to a
-reward is interpolated between two checkpoints. Needs the extra ``trl``.
+The clock of each side starts when its models are loaded: with the first step of TRL, and when the first engine of
+staleflow has version 0. The time to a reward is interpolated between two checkpoints. Needs the extra ``trl``.
 
     python -m bench.time_to_reward --workload quickstart|slow-reward|tools [--seeds N] [--out FILE] [KEY=VALUE]...
 """
@@ -103,12 +103,16 @@ def ours(name: str, seed: int, folder: Path, overrides: Sequence[str]) -> dict[i
         ],
         folder / "log",
     )
-    with (run_dir / "metrics.jsonl").open() as lines:
-        first = json.loads(next(lines))
-    saved = {0: (folder / "model", first["t"] - first["time/step"])}
+    saved = {0: (folder / "model", started(run_dir / "trace.jsonl"))}
     for path in run_dir.glob("checkpoints/*/checkpoint.json"):
         saved[int(path.parent.name)] = (path.parent, path.stat().st_mtime)
     return saved
+
+
+def started(trace: Path) -> float:
+    """Return the time at which the first engine had version 0 loaded."""
+    with trace.open() as lines:
+        return next(event["t"] for event in map(json.loads, lines) if event["ev"] == "pull") / 1e9
 
 
 def build(name: str, seed: int, target: Path) -> None:

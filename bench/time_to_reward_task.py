@@ -53,7 +53,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
         ),
         steps=12,
         evaluate_every=3,
-        goal=0.7,
+        goal=0.54,
     ),
 }
 

@@ -138,8 +138,11 @@ class TorchTrainer:
         model = 0 if adapter or not leads else sum(map(_nbytes, dict(named(learner.model)).values()))
         needed, room = model + sum(file.nbytes for file in files), available()
         if needed > room * MAX_COPY_SHARE:
-            line = "checkpoint written before training continues: its copy needs %d MiB, %d MiB of main memory are free"
-            log.warning(line, needed >> 20, room >> 20)
+            log.warning(
+                "checkpoint written before training continues: its copy needs %d MiB, %d MiB of main memory are free",
+                needed >> 20,
+                room >> 20,
+            )
             self.save(directory)
             return _written
         if adapter:  # a few megabytes
@@ -203,9 +206,14 @@ class TorchTrainer:
         if not self._passes.halve():
             raise self._too_large(batch, reason)
         if self._ranks.place.leads:
-            smaller, before = self._passes.micro_tokens, self._config.trainer.micro_tokens
-            change = f"it starts again, and the run continues, with trainer.micro_tokens {smaller} instead of {before}"
-            log.warning("step %d: out of memory in a pass; %s (%s)", step, change, reason)
+            log.warning(
+                "step %d: out of memory in a pass; it starts again, and the run continues, with trainer.micro_tokens %d"
+                " instead of %d (%s)",
+                step,
+                self._passes.micro_tokens,
+                self._config.trainer.micro_tokens,
+                reason,
+            )
         if self._ranks.device.type == "cuda":
             torch.cuda.empty_cache()  # blocks of the larger passes would fragment the memory
         try:

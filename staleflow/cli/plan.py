@@ -22,7 +22,7 @@ SIMULATION_ONLY = ("trainer.simulated_step_s",)
 """Overrides that matter to a simulation only and are left out of the lines to paste."""
 
 
-@click.command("plan", short_help="Search for a bound, policy and split by simulation; or plan the memory.")
+@click.command("plan", short_help="Search for a bound and policy, or plan the memory.")
 @click.argument("source", type=options.FILE, metavar="CONFIG|RUN_DIR")
 @options.overrides
 @click.option("--etas", default="0,1,2,3,4", show_default=True, metavar="LIST", help="Values of max_staleness to try.")
