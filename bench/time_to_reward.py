@@ -112,7 +112,8 @@ def ours(name: str, seed: int, folder: Path, overrides: Sequence[str]) -> dict[i
 def started(trace: Path) -> float:
     """Return the time at which the first engine had version 0 loaded."""
     with trace.open() as lines:
-        return next(event["t"] for event in map(json.loads, lines) if event["ev"] == "pull") / 1e9
+        first = next(event["t"] for event in map(json.loads, lines) if event["ev"] == "pull")
+    return float(first) / 1e9
 
 
 def build(name: str, seed: int, target: Path) -> None:
