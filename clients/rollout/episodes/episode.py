@@ -95,7 +95,7 @@ class Episode:
         self._trained = _Branch(Conversation(template))
         self._branches = [self._trained]
         """The empty conversation, and with ``environment.branches`` one for every answer."""
-        self._calls = self._answered = self._tool_calls = 0
+        self._calls = self._in_progress = self._answered = self._tool_calls = 0
         self._interrupted = False
         self._generating: dict[int, asyncio.Future[Trajectory]] = {}
 
@@ -114,7 +114,11 @@ class Episode:
         base = self._base(call)
         so_far = base.token_ids
         given = base.conversation.given(call.prompt, so_far, ended_itself=base.ended_itself)
-        trajectories = await self._generate(np.concatenate([so_far, given]), call)
+        self._in_progress += 1  # before the first await: two calls may arrive in one turn of the event loop
+        try:
+            trajectories = await self._generate(np.concatenate([so_far, given]), call)
+        finally:
+            self._in_progress -= 1
         choices = [self._record(base, given, call, trajectory, n) for n, trajectory in enumerate(trajectories)]
         self._answered += 1
         if self._interrupted and not self._generating:
@@ -145,7 +149,7 @@ class Episode:
             known = f"set environment.tool_parser to one of {', '.join(PARSERS)}"
             detail = f"the format of tool calls of this model's chat template is not known; {known}"
             raise ChatRefused(detail, "unsupported", param="tools")
-        if self._generating and not self._limits.branches:
+        if self._in_progress and not self._limits.branches:
             raise ChatRefused("another call of this episode is in progress; calls must be sequential", "busy")
         if self._interrupted and self._trained.turns:
             raise ChatRefused("the episode was interrupted", "episode_over")
