@@ -57,6 +57,8 @@ class Story:
         Checkpoints(self.run_dir / "checkpoints", run=identity, keep=1).save(state, _weights)
         for name in ("trajectories-0", "parameters", "scheduler"):
             await run.stop(name)
+        while run.clients:  # a message of this trainer would show the next scheduler that it is alive
+            run.clients.pop().close()
 
     async def _step(self, trainer: Trainer, rollout: Rollout, stage: StageWorker, step: int) -> None:
         await rollout.push(*(await rollout.leases(2))[:2])
