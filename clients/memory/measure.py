@@ -25,6 +25,8 @@ from staleflow.clients.memory.question import Measured, Question
 from staleflow.clients.models.gradient_checkpointing import checkpoint_gradients
 from staleflow.clients.models.likelihood import token_logprobs
 from staleflow.clients.models.lora import inject
+from staleflow.clients.rollout.engines.transformers.engine import MAX_PREFILL_TOKENS
+from staleflow.clients.rollout.engines.transformers.kv_cache import grown
 from staleflow.clients.stage.critic import ValueModel
 from staleflow.clients.trainer.backends.collectives import OneRank
 from staleflow.clients.trainer.backends.flops import FlopsMeter
@@ -37,8 +39,6 @@ from staleflow.clients.trainer.model_passes import ModelPasses
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step
 
-MAX_PREFILL_TOKENS = 16_384
-"""As in the ``transformers`` engine."""
 CPU = torch.device("cpu")
 
 
@@ -122,7 +122,11 @@ def _engine(result: Measured, model: Any, question: Question) -> Measured:
     with Allocations() as count, torch.no_grad():
         output = model(input_ids=torch.zeros(rows, length, dtype=torch.int64), use_cache=True, logits_to_keep=1)
         stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in output.past_key_values.layers)
-    return replace(result, kv_token=stored // (rows * length), prefill=max(0, count.peak - stored))
+    capacity, longest = grown(0, length), sum(_lengths(question, result))
+    while capacity < longest:
+        capacity = grown(capacity, capacity + 1)
+    kv_token, prefill = stored // (rows * length), max(0, count.peak - stored)
+    return replace(result, kv_token=kv_token, kv_capacity=capacity, prefill=prefill)
 
 
 def _trainer(result: Measured, question: Question) -> Measured:
@@ -156,11 +160,10 @@ def _trainer(result: Measured, question: Question) -> Measured:
     logits = min(2 * chunk * result.vocabulary * getattr(torch, config.model.dtype).itemsize, peak)
     return replace(
         result,
-        pass_tokens=_tokens(batch, shared=shared),
+        pass_tokens=passes.size(batch, rows),
         complete=len(rows) == _rows_of_a_step(config),
         activations=peak - logits,
         logits=logits,
-        shared=shared,
     )
 
 
@@ -258,13 +261,6 @@ def _batch(question: Question, result: Measured, *, shared: bool) -> TrainBatch:
 
 def _rows_of_a_step(config: Config) -> int:
     return max(1, -(-config.trainer.batch_size * config.rollout.group_size // config.trainer.nproc))
-
-
-def _tokens(batch: TrainBatch, *, shared: bool) -> int:
-    prompts = (batch.sequence_lengths - batch.completion_lengths).sum()
-    if shared:
-        prompts = (batch.sequence_lengths - batch.completion_lengths)[0] * len(np.unique(batch.group_ids))
-    return int(prompts + batch.completion_lengths.sum())
 
 
 def main() -> None:

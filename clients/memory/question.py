@@ -18,7 +18,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     """Assumed length of a prompt."""
     gpu: bool = False
-    """Whether the models compute on a GPU, where attention with shared prompts repeats key heads."""
+    """True if the models compute on a GPU, where attention with shared prompts repeats key heads."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +40,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters outside the layers: embeddings and output layer."""
     kv_token: int = 0
     """Bytes of keys and values that an engine stores for one token."""
+    kv_capacity: int = 0
+    """Tokens of a row in the cache of the ``transformers`` engine once it has its largest capacity."""
     prefill: int = 0
     """Bytes of an engine's pass over prompts, beside keys and values."""
     vocabulary: int = 0
@@ -48,16 +50,14 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     pass_tokens: int = 0
     """Tokens of the measured pass of the trainer: whole groups, or rows, with completions of the maximum length."""
     complete: bool = False
-    """Whether that pass has all rows of a step, so that none is larger."""
+    """True if that pass has all rows of a step: no pass is larger."""
     activations: int = 0
     """Bytes that a pass of the trainer needs at its peak, without ``logits``, and without the step's gradients."""
     logits: int = 0
     """Bytes of logits and their gradient in a pass of the trainer."""
-    shared: bool = False
-    """Whether the trainer's pass computes the prompt of a group once."""
     reference_parameters: int = 0
     reference_pass: int = 0
     critic_parameters: int = 0
     critic_pass: int = 0
     problems: list[str] = msgspec.field(default_factory=list[str])
-    """What could not be measured, each with the reason."""
+    """Measurements that failed, each with the reason."""

@@ -15,12 +15,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from staleflow.clients.models.fused_weights import as_stored
-from staleflow.clients.models.optimizer_files import TensorFile
+from staleflow.clients.models.optimizer_files import FILE_BYTES, TensorFile
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.ranks import Place
 
-FILE_BYTES = 2 << 30
-"""Size of one file of a streamed model; a large last tensor may exceed it."""
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 _CPU, _CUDA = "cpu", "cuda"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")

@@ -22,7 +22,7 @@ from staleflow.configs.ranks import Place
 FOLDER = "optimizer"
 """Folder of a checkpoint with these files alone."""
 FILE_BYTES = 2 << 30
-"""Size of one file; a larger tensor has a file of its own. Files are written and hashed one by one or in parallel."""
+"""Size of one file of optimizer state or of a model; a larger tensor makes a larger file."""
 READERS = 4
 """Number of files that are read at once."""
 _PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"

@@ -19,7 +19,8 @@ from staleflow.configs.launch import Relays, most, share
 from staleflow.configs.pools import gpus_of_engine, pools, workers
 from staleflow.configs.rules.checks import check_ranks
 from staleflow.configs.schema import Config
-from staleflow.configs.stages import stages, threads_of, workers_of
+from staleflow.configs.stages import stages, workers_of
+from staleflow.configs.threads import Threads
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 from staleflow.supervisor import roles
 from staleflow.supervisor.roles import Kind, Role
@@ -28,6 +29,8 @@ Part = Literal["rollout", "trainer"]
 PARTS: tuple[Part, ...] = get_args(Part)
 MODEL_STAGES = (REFERENCE, CRITIC)
 SERVER_CPUS = 2
+UNSHARED = Threads()
+"""Threads of processes that have to choose: one each, since a machine of the run does not know the others on it."""
 """Processors reserved per server; a scheduler uses one, a trajectory server up to two."""
 
 
@@ -151,10 +154,10 @@ def head_stages(config: Config, run_dir: Path, gpus: int) -> list[Role]:
 def machine_cpus(config: Config, part: Part) -> int:
     """Return the processors to request for a machine of ``part`` if machines are not allocated exclusively."""
     if part == "trainer":
-        return config.trainer.nproc * max(1, config.trainer.threads)
+        return config.trainer.nproc * UNSHARED.of_trainer(config)
     nodes = config.launch.rollout_nodes
     machines = [engines_on(config, number, nodes).values() for number in range(nodes)]
-    threads = max(sum(max(1, engine.rollout.threads) for engine in engines) for engines in machines)
+    threads = max(sum(map(UNSHARED.of_worker, engines)) for engines in machines)
     return threads + has_relay(config.launch.relays, most(len(workers(config)), nodes), nodes)
 
 
@@ -162,7 +165,7 @@ def head_cpus(config: Config) -> int:
     """Return the number of processors that the head needs."""
     elsewhere = model_stages(config, config.launch.gpus_per_node)
     judges = sum(
-        workers_of(config, name) * max(1, threads_of(config, name)) for name in stages(config) if name not in elsewhere
+        workers_of(config, name) * UNSHARED.of_stage(config, name) for name in stages(config) if name not in elsewhere
     )
     return SERVER_CPUS * (2 + config.trajectories.shards) + judges
 
@@ -201,7 +204,7 @@ def trainer_roles(config: Config, folder: Path, connect: str, place: Place, meet
     nproc = config.trainer.nproc
     gpus = tuple(range(nproc)) if place.gpus and config.trainer.backend != "simulated" else ()
     reach = ("--connect", connect)
-    trainer = roles.attach("trainer", folder, "train", *reach, threads=max(1, config.trainer.threads))
+    trainer = roles.attach("trainer", folder, "train", *reach, threads=UNSHARED.of_trainer(config))
     if place.machines > 1:
         trainer = _under_torchrun(trainer, config, place, meet, here)
     placed = [replace(trainer, kind=Kind.TRAINER, gpus=gpus)]
@@ -209,7 +212,7 @@ def trainer_roles(config: Config, folder: Path, connect: str, place: Place, meet
         return placed
     judges = [
         roles.attach(
-            f"{stage}-{number}", folder, "stage", *reach, "--stage", stage, threads=max(1, threads_of(config, stage))
+            f"{stage}-{number}", folder, "stage", *reach, "--stage", stage, threads=UNSHARED.of_stage(config, stage)
         )
         for stage in model_stages(config, place.gpus)
         for number in range(workers_of(config, stage))

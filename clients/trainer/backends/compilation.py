@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from staleflow.clients.out_of_memory import out_of_memory
+from staleflow.clients.out_of_memory import first_line, out_of_memory
 from staleflow.clients.trainer.backends.output_layer import Forward
 from staleflow.clients.trainer.backends.sharded_files import layers
 from staleflow.configs.errors import ConfigError
@@ -74,7 +74,7 @@ class CompiledLayers:
         except Exception as error:
             if out_of_memory(error):
                 raise
-            reason = f"compilation raises {type(error).__name__}: {str(error).splitlines()[0]}"
+            reason = f"compilation raises {type(error).__name__}: {first_line(error)}"
         if any_rank(bool(reason)):
             log.warning("trainer.compile has no effect on this model: %s", reason or "see the log of another rank")
             self._wanted = False

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from staleflow.clients.main_memory import available
 from staleflow.clients.memory.question import Measured, Question
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.hub import locate_model
@@ -72,7 +73,7 @@ def plan_of(
         )
     )
     memory = dict.fromkeys(range(gpus), (gpu_bytes, gpu_bytes)) if gpu_bytes else gpu_memory() if gpus else {}
-    free: dict[int | None, int] = {None: available_bytes()}
+    free: dict[int | None, int] = {None: available()}
     free |= {gpu: nbytes for gpu, (nbytes, _) in memory.items()}
     totals = {gpu: total for gpu, (_, total) in memory.items()}
     return plan(config, measured, place(config, gpus), prompt_tokens=prompt_tokens, free=free, totals=totals)
@@ -109,13 +110,3 @@ def gpu_memory() -> Mapping[int, tuple[int, int]]:
         return {}
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("memory ")]
     return {gpu: (int(free), int(total)) for gpu, (_, free, total) in enumerate(lines)}
-
-
-def available_bytes(file: Path = Path("/proc/meminfo")) -> int:
-    """Return the main memory that new processes can use without swapping; 0 if unknown."""
-    with suppress(OSError):
-        for line in file.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                return int(value.split()[0]) << 10
-    return 0

@@ -19,8 +19,6 @@ RUNTIME_BYTES = 512 << 20
 """Of each process beside its tensors: the CUDA context and its libraries, or torch itself in main memory."""
 SAMPLING_BYTES = 16
 """Bytes for each logit that the ``transformers`` engine samples from: four float32 arrays exist at once."""
-KV_GROWTH = 64
-"""As in the ``transformers`` engine: its cache grows to multiples of this, and at least by half."""
 ZERO_BUCKET = 500_000_000
 """DeepSpeed's default number of elements of a communication buffer."""
 WIDTH = {"float32": 4, "bfloat16": 2}
@@ -91,11 +89,11 @@ def plan(
     unknown = [f"{problem}: not estimated" for problem in measured.problems]
     uses: list[Use] = []
     if config.trainer.backend != "simulated" and not config.trainer.run:
-        uses += trainer(config, measured, placement.trainer, prompt)
+        uses += trainer(config, measured, placement.trainer)
     elif config.trainer.run:
         unknown.append("the trainer: its code is that of trainer.run")
     for number, (worker, gpus) in enumerate(zip(workers(config), placement.rollout, strict=True)):
-        uses += engine(worker, measured, number, gpus, prompt, totals)
+        uses += engine(worker, measured, number, gpus, totals)
         if worker.rollout.engine not in ("transformers", "vllm", "simulated"):
             unknown.append(f"rollout-{number}: engine {worker.rollout.engine} has memory of its own")
     uses += models(config, measured, placement)
@@ -106,7 +104,7 @@ def plan(
     return Plan(prompt_tokens=prompt, measured=measured, devices=devices, unknown=unknown)
 
 
-def trainer(config: Config, measured: Measured, gpus: GPUs, prompt: int) -> Iterator[Use]:
+def trainer(config: Config, measured: Measured, gpus: GPUs) -> Iterator[Use]:
     """Yield each rank, and in main memory what it keeps beside its GPU."""
     settings, ranks = config.trainer, config.trainer.nproc
     width, trained = WIDTH[config.model.dtype], measured.trained
@@ -147,7 +145,7 @@ def trainer(config: Config, measured: Measured, gpus: GPUs, prompt: int) -> Iter
     in_pass = sum(passes.values())
     for rank in range(ranks):
         needs = kept | passes | {"buffers": buffers + RUNTIME_BYTES}
-        if settings.eval_prompts and rank == 0 and (cache := _cache(config, measured, prompt)) > in_pass:
+        if settings.eval_prompts and rank == 0 and (cache := _cache(config, measured)) > in_pass:
             needs |= {"activations": 0, "logits": 0, "kv_cache": cache}  # the evaluation, not a pass, is the peak
         name = f"trainer rank {rank}" if ranks > 1 else "trainer"
         yield Use(process=name, gpu=gpus[rank] if gpus else None, **needs)
@@ -170,9 +168,7 @@ def fill(config: Config, measured: Measured) -> float:
     return max(1.0, config.trainer.micro_tokens / measured.pass_tokens)
 
 
-def engine(
-    config: Config, measured: Measured, number: int, gpus: GPUs, prompt: int, totals: Mapping[int, int]
-) -> Iterator[Use]:
+def engine(config: Config, measured: Measured, number: int, gpus: GPUs, totals: Mapping[int, int]) -> Iterator[Use]:
     """Yield a rollout worker on each of its GPUs, or in main memory."""
     name, rollout = f"rollout-{number}", config.rollout
     if rollout.engine == "transformers":
@@ -180,7 +176,7 @@ def engine(
             process=name,
             gpu=gpus[0] if gpus else None,
             weights=measured.weights,
-            kv_cache=_cache(config, measured, prompt),
+            kv_cache=_cache(config, measured),
             activations=measured.prefill,
             logits=rollout.max_inflight * measured.vocabulary * SAMPLING_BYTES,
             buffers=RUNTIME_BYTES,
@@ -222,14 +218,9 @@ def _float32(parameters: int) -> dict[str, int]:
     return {"weights": 4 * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters}
 
 
-def _cache(config: Config, measured: Measured, prompt: int) -> int:
+def _cache(config: Config, measured: Measured) -> int:
     """Return the bytes of the ``transformers`` engine's cache once it has its largest capacity."""
-    longest = min(prompt + config.rollout.max_new_tokens, measured.context or 1 << 62)
-    capacity, width = 0, prompt
-    while width <= longest:
-        capacity = max(-(-width // KV_GROWTH) * KV_GROWTH, capacity * 3 // 2)
-        width = capacity + 1
-    return config.rollout.max_inflight * capacity * measured.kv_token
+    return config.rollout.max_inflight * measured.kv_capacity * measured.kv_token
 
 
 def remedy(config: Config, device: Device) -> str:

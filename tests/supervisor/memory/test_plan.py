@@ -1,6 +1,5 @@
 """The memory plan counts every process once, on its device, and names the key to change."""
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,7 +8,6 @@ import pytest
 from staleflow.clients.memory.question import Measured
 from staleflow.configs.placement import place
 from staleflow.configs.schema import Config
-from staleflow.supervisor.memory.ask import available_bytes
 from staleflow.supervisor.memory.plan import RUNTIME_BYTES, Device, Plan, Use, plan
 from staleflow.supervisor.memory.text import lines
 
@@ -23,6 +21,7 @@ MODEL = Measured(
     layer=100,
     outside=400,
     kv_token=10,
+    kv_capacity=128,
     prefill=70,
     vocabulary=50,
     context=256,
@@ -172,8 +171,27 @@ def test_custom_engines_and_trainers_are_named_as_unknown() -> None:
     assert found.devices == []
 
 
-def test_the_available_memory_is_read_in_bytes(tmp_path: Path) -> None:
-    file = tmp_path / "meminfo"
-    file.write_text("MemTotal:  100 kB\nMemAvailable:    3 kB\n")
-    assert available_bytes(file) == 3072
-    assert available_bytes(tmp_path / "absent") == 0
+def test_moments_in_8_bits_take_a_quarter() -> None:
+    assert use(planned(config({"optimizer": "adamw_8bit"})), "trainer").optimizer == 2000
+
+
+@pytest.mark.parametrize(
+    ("trainer", "on_gpu", "weights"),
+    [
+        # of bfloat16 weights, the float32 copies leave the GPU
+        ({"offload": "optimizer"}, (2000, 2000, 0), 4000),
+        ({"backend": "fsdp", "offload": "parameters"}, (0, 0, 0), 4000),
+    ],
+)
+def test_offloaded_state_is_in_main_memory(trainer: dict[str, Any], on_gpu: tuple[int, ...], weights: int) -> None:
+    kept, moved = (use(planned(config(trainer), gpus=1), name) for name in ("trainer", "trainer, offloaded"))
+    assert (kept.weights, kept.gradients, kept.optimizer) == on_gpu
+    assert (kept.gpu, moved.gpu) == (0, None)
+    assert (moved.weights, moved.gradients, moved.optimizer) == (weights, 4000, 8000)
+    without = planned(config(trainer))
+    assert use(without, "trainer").optimizer == 8000, "a trainer without a GPU has nothing to offload"
+
+
+def test_a_reference_of_another_dtype_is_counted_in_it() -> None:
+    chosen = config({"algorithm": {"kl_coef": 0.1}}, reference={"dtype": "float32"})
+    assert use(planned(chosen, gpus=1), "reference-0").weights == 4000

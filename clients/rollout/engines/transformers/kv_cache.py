@@ -117,6 +117,11 @@ class SlotCache(Cache):
     def _fit(self, width: int) -> None:
         plan = self.plan
         if width > plan.capacity:
-            plan.capacity = max(-(-width // GROWTH) * GROWTH, plan.capacity * 3 // 2)
+            plan.capacity = grown(plan.capacity, width)
             for layer in self.rows:
                 layer.grow(plan.capacity)
+
+
+def grown(capacity: int, width: int) -> int:
+    """Return the next capacity of a cache that has to hold ``width`` tokens a row: at least half as much again."""
+    return max(-(-width // GROWTH) * GROWTH, capacity * 3 // 2)
