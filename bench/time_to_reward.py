@@ -118,12 +118,8 @@ def started(trace: Path) -> float:
 
 def build(name: str, seed: int, target: Path) -> None:
     """Write the initial model of a workload, outside of the clock."""
-    code = (
-        "import sys; from pathlib import Path; from bench.time_to_reward_ways import config_of, load_object;"
-        "model = config_of(sys.argv[1], int(sys.argv[2])).model;"
-        "load_object(model.build, 'model.build')(Path(sys.argv[3]), int(sys.argv[2]), **model.options)"
-    )
-    called([sys.executable, "-c", code, name, str(seed), str(target)], target.parent / "log")
+    words = ("build", name, str(seed), str(target.parent))
+    called([sys.executable, "-m", "bench.time_to_reward_ways", *words], target.parent / "log")
 
 
 def measured(way: str, name: str, seed: int, folder: Path, overrides: Sequence[str]) -> Result:

@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-call, misc"
 """Processes of ``bench.time_to_reward``: ``python -m bench.time_to_reward_ways VERB WORKLOAD SEED DIRECTORY``.
 
-``train`` trains ``DIRECTORY/model`` with TRL's ``GRPOTrainer``, with the hyper-parameters of the workload's
-configuration, and saves ``DIRECTORY/trl/checkpoint-STEP``. ``evaluate`` prints the held-out reward of each model
-directory that it reads from the standard input.
+``build`` writes the initial model to ``DIRECTORY/model``. ``train`` trains it with TRL's ``GRPOTrainer``, with the
+hyper-parameters of the workload's configuration, and saves ``DIRECTORY/trl/checkpoint-STEP``. ``evaluate`` prints the
+held-out reward of each model directory that it reads from the standard input.
 """
 
 import asyncio
@@ -207,8 +207,16 @@ def evaluate(name: str, seed: int, model_directory: Path) -> float:
     return sum(right) / len(right)
 
 
+def build(name: str, seed: int, target: Path) -> None:
+    """Write the initial model of a workload."""
+    model = config_of(name, seed).model
+    load_object(model.build, "model.build")(target, seed, **model.options)
+
+
 def main(verb: str, name: str, seed: str, directory: str) -> None:
-    if verb == "train":
+    if verb == "build":
+        build(name, int(seed), Path(directory, "model"))
+    elif verb == "train":
         train(name, int(seed), Path(directory))
     else:
         print(json.dumps([evaluate(name, int(seed), Path(line.strip())) for line in sys.stdin]))

@@ -12,9 +12,9 @@ from staleflow.clients.trainer.backends.base import StepResult, Stopping, Weight
 from staleflow.clients.trainer.client import BadVersion
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
-from staleflow.protocols.consistency.ids import Step, Version
+from staleflow.protocols.consistency.ids import Step
 from tests.clients.trainer.making import batch, config
-from tests.clients.trainer.test_loop import Counting, Told, damage, kept, loop
+from tests.clients.trainer.test_loop import Counting, Refusing, Told, damage, kept, loop
 
 LIMIT_S = 30.0
 
@@ -85,12 +85,6 @@ def test_a_stop_and_a_drain_wait_for_the_checkpoint(tmp_path: Path, drained: str
 
 
 def test_a_trainer_whose_step_is_void_completes_the_checkpoint_of_the_version_before(tmp_path: Path) -> None:
-    class Refusing(Told):
-        def commit(self, weights: Weights) -> Version:
-            if self._current == 3:
-                raise BadVersion("step 3: batch 4 was taken back")
-            return super().commit(weights)
-
     client = Refusing()
     with pytest.raises(BadVersion, match="batch 4 was taken back"):
         loop(tmp_path, client, Copying(tmp_path)).run()

@@ -128,6 +128,15 @@ class Counting:
         pass
 
 
+class Refusing(Told):
+    """A run that takes back the batch of step 3."""
+
+    def commit(self, weights: Weights) -> Version:
+        if self._current == 3:
+            raise BadVersion("step 3: batch 4 was taken back")
+        return super().commit(weights)
+
+
 def loop(
     folder: Path,
     client: Told,
@@ -356,12 +365,6 @@ def test_the_third_bad_step_in_a_row_is_not_consumed_and_stops_the_run_with_its_
 
 
 def test_a_step_whose_batch_was_taken_back_is_neither_saved_nor_the_end_of_the_run(tmp_path: Path) -> None:
-    class Refusing(Told):
-        def commit(self, weights: Weights) -> Version:
-            if self._current == 3:
-                raise BadVersion("step 3: batch 4 was taken back")
-            return super().commit(weights)
-
     client = Refusing()
     with pytest.raises(BadVersion, match="batch 4 was taken back"):
         loop(tmp_path, client, Counting()).run()

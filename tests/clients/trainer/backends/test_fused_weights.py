@@ -1,7 +1,6 @@
 # pyright: basic, reportMissingImports=false
 """Mixtures of experts: one tensor per expert in the files, one for all experts of a layer in the model."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from staleflow.clients.models.files import load_model, save_model
 from staleflow.clients.models.fused_weights import as_stored
 from staleflow.clients.trainer.backends.sharded_files import distinct, open_model
 from staleflow.clients.trainer.backends.tensors import named
+from tests.clients.trainer.backends.test_sharded_files import RANKS
 from tests.clients.trainer.making import config
 from tests.clients.trainer.ranked import ranked
 
@@ -135,15 +135,6 @@ def test_a_model_without_conversions_keeps_its_names(tmp_path: Path) -> None:
     model, _ = open_model(saved(tmp_path, "qwen3"), "float32", CPU)
     for name, tensor in named(model):
         assert [*as_stored(model, name, tensor)] == [(name, tensor)]
-
-
-RANKS = [
-    pytest.param("fsdp", 2, id="fsdp"),
-    pytest.param("deepspeed", 3, id="zero3", marks=[
-        pytest.mark.long,
-        pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install -e '.[deepspeed]'"),
-    ]),
-]  # fmt: skip
 
 
 @pytest.mark.slow
