@@ -27,7 +27,8 @@ from bench.control_echo import echo_load, serve_echo
 from bench.control_load import Counts, Load
 from bench.progress import tracked
 from staleflow.configs.loading.load import addresses
-from staleflow.configs.schema import Config, Coordination, Durability, Prompts, Reward, Scheduler, Staleness, Trainer
+from staleflow.configs.schema import Config, Coordination, Durability, Prompts, Reward, Scheduler, Staleness
+from staleflow.configs.trainer import Trainer
 from staleflow.servers.scheduler.main import serve
 
 MAX_STALENESS = 2

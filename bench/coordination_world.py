@@ -15,8 +15,9 @@ from typing import Literal
 
 import msgspec
 
-from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Trainer
+from staleflow.configs.schema import Config, Prompts, Reward, Rollout
 from staleflow.configs.simulation import Simulated
+from staleflow.configs.trainer import Trainer
 from staleflow.sim.peers.compare import changed
 from staleflow.sim.peers.run import simulate_peer
 from staleflow.sim.result import Result

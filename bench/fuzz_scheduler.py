@@ -7,7 +7,8 @@ from random import Random
 
 from bench.fuzz_messages import Raw, Said
 from bench.fuzz_target import UNREADABLE, Ears, Finding, must_be_unchanged, read, signature
-from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Scheduler, Staleness, Trainer
+from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Scheduler, Staleness
+from staleflow.configs.trainer import Trainer
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.groups import GroupView, State
 from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Segment, Step, Version, WorkerId

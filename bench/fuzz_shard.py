@@ -13,7 +13,8 @@ import numpy as np
 from bench.fuzz_messages import Raw, Said
 from bench.fuzz_target import UNREADABLE, Ears, Finding, must_be_unchanged, read, signature
 from staleflow.configs.loading.prompt_rows import PromptRows
-from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Trainer
+from staleflow.configs.schema import Config, Prompts, Reward, Rollout
+from staleflow.configs.trainer import Trainer
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
 from staleflow.process.host import boot_id

@@ -37,9 +37,9 @@ from staleflow.configs.schema import (
     Rollout,
     Scheduler,
     Staleness,
-    Trainer,
     Trajectories,
 )
+from staleflow.configs.trainer import Trainer
 from staleflow.net.client import Client, worker_id
 from staleflow.process.host import reuse_memory
 from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Step, Version

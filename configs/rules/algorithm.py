@@ -10,7 +10,8 @@ import msgspec
 
 from staleflow.configs.algorithm import Algorithm
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.schema import Config, Trainer
+from staleflow.configs.schema import Config
+from staleflow.configs.trainer import Trainer
 
 ADVANTAGES: Final = ("dr_grpo", "gae", "grpo", "none", "reinforce_pp", "reinforce_pp_baseline", "rloo")
 LOSSES: Final = ("aipo", "cispo", "dppo", "gmpo", "gspo", "m2po", "opsm", "ppo_clip")

@@ -19,9 +19,10 @@ from staleflow.configs.rules.lora import check_lora, check_lora_engine
 from staleflow.configs.rules.memory import check_memory
 from staleflow.configs.rules.streaming import check_pieces, check_streaming
 from staleflow.configs.rules.updates import check_updates
-from staleflow.configs.schema import Config, Prompts, Rollout, Trainer
+from staleflow.configs.schema import Config, Prompts, Rollout
 from staleflow.configs.section import Section
 from staleflow.configs.stages import check_teacher, graph, stages
+from staleflow.configs.trainer import Trainer
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 

@@ -5,7 +5,8 @@ import re
 import pytest
 
 from staleflow.configs.errors import MISSING
-from staleflow.configs.schema import Config, Prompts, Reward, Stage, Trainer
+from staleflow.configs.schema import Config, Prompts, Reward, Stage
+from staleflow.configs.trainer import Trainer
 from staleflow.report import sections
 from staleflow.report.curves import Curves
 from staleflow.report.facts import Facts, Spent

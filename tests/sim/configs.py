@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from staleflow.configs.schema import Config, Coordination, Prompts, Reward, Rollout, Scheduler, Staleness, Trainer
+from staleflow.configs.schema import Config, Coordination, Prompts, Reward, Rollout, Scheduler, Staleness
 from staleflow.configs.simulation import Simulated, Simulation
+from staleflow.configs.trainer import Trainer
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 
 

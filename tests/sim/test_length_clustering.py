@@ -4,8 +4,9 @@ from typing import Literal
 
 import pytest
 
-from staleflow.configs.schema import Config, Coordination, Prompts, Reward, Rollout, Staleness, Trainer, Trajectories
+from staleflow.configs.schema import Config, Coordination, Prompts, Reward, Rollout, Staleness, Trajectories
 from staleflow.configs.simulation import Simulated
+from staleflow.configs.trainer import Trainer
 from staleflow.sim.result import Result
 from staleflow.sim.simulate import simulate
 

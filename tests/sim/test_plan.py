@@ -11,8 +11,9 @@ import pytest
 from staleflow.cli.main import main
 from staleflow.cli.plan import show as show_front
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Staleness, Trainer
+from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Staleness
 from staleflow.configs.simulation import Simulated, Simulation
+from staleflow.configs.trainer import Trainer
 from staleflow.sim import plan as searched
 from staleflow.sim.measured import measure
 from staleflow.sim.peers.compare import changed

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from staleflow.configs.loading.presence import TORCHAO, check_package
-from staleflow.configs.schema import Trainer
+from staleflow.configs.trainer import Trainer
 
 BLOCK = 256
 """Number of values with one scale."""

@@ -2,7 +2,7 @@
 
 import math
 
-from staleflow.configs.schema import Trainer
+from staleflow.configs.trainer import Trainer
 
 
 def learning_rate(config: Trainer, number: int) -> float:

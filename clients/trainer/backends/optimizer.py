@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from staleflow.clients.trainer.backends.adamw import empty_part, joined, make_adamw, plain_parts, set_rate, stepping
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
 from staleflow.clients.trainer.backends.snapshot import Snapshot
-from staleflow.configs.schema import Trainer
+from staleflow.configs.trainer import Trainer
 
 
 class MasterAdamW:

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from staleflow.configs.loading.load import addresses, write_resolved
-from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Scheduler, Staleness, Trainer
+from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Scheduler, Staleness
+from staleflow.configs.trainer import Trainer
 from staleflow.net.client import Client, worker_id
 from staleflow.protocols.consistency.effects import ReleaseWhy
 from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Segment, Step, TrainerTerm, Version, WorkerId

@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from staleflow.configs.loading.prompt_rows import PromptRows
-from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Trainer
+from staleflow.configs.schema import Config, Prompts, Reward, Rollout
+from staleflow.configs.trainer import Trainer
 from staleflow.net.client import Client
 from staleflow.net.endpoint import Call, Peer
 from staleflow.protocols.consistency.effects import Code
