@@ -22,9 +22,9 @@ class Threads:
     """Threads of the numeric libraries in one process that has to choose."""
 
     trainer: int = 1
-    """Of each rank."""
+    """Number for each rank."""
     other: int = 1
-    """Of each rollout worker, reference model and critic."""
+    """Number for each rollout worker, reference model and critic."""
 
     def words(self, config: Config) -> str:
         """Return the chosen numbers for the operator; "" if the configuration gives all of them."""

@@ -16,7 +16,7 @@ from staleflow.configs.stages import stages
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 
 RUNTIME_BYTES = 512 << 20
-"""Of each process beside its tensors: the CUDA context and its libraries, or torch itself in main memory."""
+"""Memory of a process beside its tensors: the CUDA context and its libraries, or torch itself in main memory."""
 SAMPLING_BYTES = 16
 """Bytes for each logit that the ``transformers`` engine samples from: four float32 arrays exist at once."""
 ZERO_BUCKET = 500_000_000
@@ -72,7 +72,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     measured: Measured
     devices: list[Device]
     unknown: list[str]
-    """What the plan leaves out, each with the reason."""
+    """Processes and passes that the plan leaves out, each with the reason."""
 
 
 def plan(
