@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from staleflow.clients.attachment import attach as attach_to
 from staleflow.clients.evaluation.evaluator import Evaluator
+from staleflow.clients.models.slim_import import hide_unused_packages
 from staleflow.clients.prompts import Conversation, Encode
 from staleflow.clients.rollout.engines.base import AsyncEngine
 from staleflow.clients.rollout.engines.simulated import SimulatedEngine
@@ -137,6 +138,7 @@ async def open_engine(config: Config, run_dir: Path) -> tuple[AsyncEngine, Encod
             simulated = SimulatedEngine(rollout.simulated, slots=rollout.max_inflight, seed=config.seed)
             return EngineThread(simulated, drain=drain), text_bytes
         case "transformers":
+            hide_unused_packages()
             from staleflow.clients.rollout.engines.transformers.model import open_transformers
 
             stepped, encode = await asyncio.to_thread(open_transformers, config, model_dir(config, run_dir))

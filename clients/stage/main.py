@@ -9,6 +9,7 @@ from pathlib import Path
 
 from staleflow.clients.attachment import attach as attach_to_run
 from staleflow.clients.attachment import detach
+from staleflow.clients.models.slim_import import hide_unused_packages
 from staleflow.clients.stage.model_stage import Judge, ModelStage
 from staleflow.clients.stage.reward import reward_stage
 from staleflow.clients.stage.user_stage import user_stage
@@ -155,6 +156,7 @@ async def _opened(config: Config, run_dir: Path, stage: str) -> AsyncGenerator[t
 
 def open_judge(config: Config, run_dir: Path, stage: str) -> Judge:
     """Load the model of a stage. Raise ``ConfigError`` if it cannot be loaded."""
+    hide_unused_packages()
     initial, trainer = model_dir(config, run_dir), config.trainer
     own = {REFERENCE: config.reference.path, CRITIC: config.critic.path}[stage]
     directory = locate_model(own, f"{stage}.path") if own else initial

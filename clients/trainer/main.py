@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from staleflow.clients.models.slim_import import hide_unused_packages
 from staleflow.clients.texts import tokenizer_decoder
 from staleflow.clients.trainer.backends.base import Backend, OutOfMemory, Stopped, StreamingBackend
 from staleflow.clients.trainer.checkpoint import Checkpoints
@@ -195,6 +196,7 @@ def _follow(config: Config, run_dir: Path, client: TrainerClient, stopping: thre
 
 def _torch_backend(config: Config, run_dir: Path, ranks: "OneRank | ManyRanks") -> "TorchTrainer":
     """Open the backend. ``ConfigError`` if the model or held-out prompts are unreadable or a package is missing."""
+    hide_unused_packages()
     from staleflow.clients.trainer.evaluation.factory import open_evaluation
     from staleflow.clients.trainer.torch_trainer import TorchTrainer
 

@@ -14,12 +14,19 @@ pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
 
 LONGER = ("trainer.steps=40", "trainer.checkpoint_every=5", "scheduler.lease_s=3.0")
 END_S = 120
+UNUSED = "/site-packages/scipy/"
+"""Libraries of a package that is installed in every environment of these tests, and that no process of a run needs."""
 
 
 def test_the_smoke_run_trains_a_model_end_to_end(run_dir: Path) -> None:
     with Run(run_dir, "smoke.toml") as run:
+        run.wait_for("consume", 2, END_S)
+        unused = {
+            Path(one.path).parts[-2] for process in run.family() for one in process.memory_maps() if UNUSED in one.path
+        }
         output = run.finish(END_S)
     assert run.process.returncode == 0, output
+    assert unused == set(), "transformers imports these packages for other users than staleflow"
     steps = json.loads((run_dir / "config.json").read_text())["trainer"]["steps"]
     summary = run.summary()
     assert (summary["steps"], summary["violations"], summary["outcome"]) == (steps, 0, "finished")
