@@ -66,7 +66,7 @@ class CriticFiles:
         self, state: CriticState, model: nn.Module, adam: torch.optim.Optimizer, waiting: Collection[GroupPayload]
     ) -> None:
         """Save a snapshot; it is durable on return. It replaces one of the same version."""
-        tensors = {f"{_MODEL}/{name}": value for name, value in model.named_parameters()}
+        tensors: dict[str, Tensor] = {f"{_MODEL}/{name}": value for name, value in model.named_parameters()}
         for name, parameter in model.named_parameters():
             tensors |= {f"{_ADAM}/{key}/{name}": value for key, value in adam.state.get(parameter, {}).items()}
         tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
