@@ -5,10 +5,10 @@ The value of a token estimates the state in which it was *chosen*: it depends on
 itself. Subtracting it as a baseline therefore leaves the policy gradient unbiased. Learning starts after the values are
 durable; the run waits for it only if more groups are queued.
 
-A run has one critic, since two would learn separately. The critic is not part of a lineage: a rollback of the trainer
-does not roll it back. Groups that survive a rollback keep their values and are not evaluated again, so rolling the
-critic back would only discard what it learned from them. After a crash it continues from its last checkpoint and loses
-at most ``trainer.checkpoint_every`` steps.
+A run has one critic, since two would learn separately. It rolls back with the run: if a rollback abandons a version
+that wrote tokens of its groups, it returns to its newest snapshot without such groups. A snapshot is due before the
+critic learns from tokens beyond the next multiple of ``trainer.checkpoint_every``, where the trainer has a checkpoint,
+and after as many steps of its own, which limits the loss if the critic alone is killed.
 """
 
 import logging
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from staleflow.clients.models.files import load_model
 from staleflow.clients.models.gae import gae, token_rewards, trained_lengths
-from staleflow.clients.stage.critic_files import CriticFiles
+from staleflow.clients.stage.critic_files import CriticFiles, CriticState
+from staleflow.clients.stage.history import START, Position, RunHistory, newest
 from staleflow.clients.stage.model_stage import Ended, Stopping
 from staleflow.clients.stage.reference import Limits, finite, on_device, within
 from staleflow.clients.stage.sequences import rows_of
@@ -67,14 +68,49 @@ class Critic:
             torch.set_num_threads(config.critic.threads)
         self._algorithm, self._settings, self._trainer = config.trainer.algorithm, config.critic, config.trainer
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = load_model(directory, "float32", self._device)
+        self._dtype = getattr(torch, config.critic.dtype)
+        self._directory = directory
+        self._files = CriticFiles(folder)
+        self._history, self._followed = RunHistory(), False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start from the initial model: it has learned from no group."""
+        model = load_model(self._directory, "float32", self._device)
         self._limits = Limits.of(model)
         self._model = ValueModel(model.base_model).to(self._device)
-        self._dtype = getattr(torch, config.critic.dtype)
         self._adam = torch.optim.AdamW(self._model.parameters(), lr=self._settings.lr, weight_decay=0.0)
         self._buffered: list[GroupPayload] = []
-        self._files = CriticFiles(folder)
-        self.steps = self._saved = self._files.load(self._model, self._adam)
+        self._newest: Position = START
+        self.steps = self._saved = 0
+        self._changed = False
+
+    def follow(self, history: RunHistory) -> None:
+        self._history = history
+        if not self._followed:
+            self._followed = True
+            if self._load():
+                log.info("critic resumed after step %d, of versions up to %d", self.steps, self._newest[1])
+        elif not history.survives(self._newest):
+            before = self.steps
+            if not self._load():
+                self._changed = False
+                del self._model, self._adam  # their memory is needed for the initial model
+                self._begin()
+            now = self.steps, self._newest[1]
+            line = "critic rolled back with the run to lineage %d: from step %d to step %d, of versions up to %d"
+            log.warning(line, history.lineage, before, *now)
+        self._files.tidy(history, self._trainer.checkpoint_every)
+
+    def _load(self) -> bool:
+        """Load the newest surviving snapshot; return False if there is none."""
+        loaded = self._files.load(self._history, self._model, self._adam)
+        if loaded is None:
+            return False
+        state, self._buffered = loaded
+        self._newest, self._changed = state.newest, False
+        self.steps = self._saved = state.steps
+        return True
 
     def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[StageOutcome]:
         readable, results = within(groups, self._limits)
@@ -92,18 +128,28 @@ class Critic:
         return [results[group.group] for group in groups]
 
     def accepted(self, groups: Sequence[StageGroup], stopping: Stopping) -> None:
-        self._buffered += [group.payload for group in groups]
-        size = self._settings.batch
-        while len(self._buffered) >= size:
-            batch, self._buffered = self._buffered[:size], self._buffered[size:]
-            self._learn(batch, stopping)
-            if self.steps - self._saved >= self._trainer.checkpoint_every:
+        """Learn from groups of the surviving history."""
+        assert self._followed, "call follow first"
+        for payload in [group.payload for group in groups if self._history.keeps(group.payload)]:
+            position = max(self._newest, newest(payload))
+            if self._changed and self._period(position) > self._period(self._newest):
                 self._save()
+            self._newest, self._changed = position, True
+            self._buffered.append(payload)
+            if len(self._buffered) >= self._settings.batch:
+                batch, self._buffered = self._buffered, []
+                self._learn(batch, stopping)
+                if self.steps - self._saved >= self._trainer.checkpoint_every:
+                    self._save()
 
     def close(self) -> None:
-        if self.steps > self._saved:
+        if self._changed:
             self._save()
         self._files.close()
+
+    def _period(self, position: Position) -> int:
+        """Number the periods between the trainer's checkpoints: a checkpoint ends a period."""
+        return -(-position[1] // self._trainer.checkpoint_every)
 
     def _values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the values [N, L], float32, computed in ``critic.dtype``."""
@@ -112,8 +158,10 @@ class Critic:
         return values.float()
 
     def _save(self) -> None:
-        self._files.save(self._model, self._adam, self.steps)
-        self._saved = self.steps
+        state = CriticState(steps=self.steps, newest=self._newest)
+        self._files.save(state, self._model, self._adam, self._buffered)
+        self._saved, self._changed = self.steps, False
+        self._files.tidy(self._history, self._trainer.checkpoint_every)
 
     def _learn(self, payloads: Sequence[GroupPayload], stopping: Stopping) -> None:
         """Take one step on the mean squared error over all trained tokens; skip a step whose loss or gradient is not

@@ -3,14 +3,15 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 from staleflow.clients.attachment import attach as attach_to_run
 from staleflow.clients.attachment import detach
 from staleflow.clients.models.slim_import import hide_unused_packages
-from staleflow.clients.stage.model_stage import Judge, ModelStage
+from staleflow.clients.stage.history import RunHistory
+from staleflow.clients.stage.model_stage import Follower, FollowingStage, Judge, ModelStage
 from staleflow.clients.stage.reward import reward_stage
 from staleflow.clients.stage.user_stage import user_stage
 from staleflow.clients.stage.worker import Stage, StageWorker
@@ -103,7 +104,8 @@ async def _work(
             instance, calls = entered
             groups = groups_at_once(config, stage, calls)
             working = StageWorker(worker=worker, name=stage, stage=instance, max_groups=groups, calls=calls)
-            await while_it_lasts(scheduler, asyncio.create_task(working.serve(shards)))
+            serving = asyncio.create_task(working.serve(shards))
+            await while_it_lasts(scheduler, serving, _follow(instance))
     finally:
         if attached:
             await detach(scheduler, Detach(worker=worker, why="asked to end"))
@@ -111,7 +113,22 @@ async def _work(
             client.close()
 
 
-async def while_it_lasts(scheduler: Client, serving: "asyncio.Task[None]") -> None:
+async def _ignore(_: SchedulerStatus) -> None:
+    pass
+
+
+def _follow(stage: Stage) -> Callable[[SchedulerStatus], Awaitable[None]]:
+    """Return what a stage does with each status of the run."""
+    if not isinstance(stage, FollowingStage):
+        return _ignore
+    return lambda status: stage.follow(RunHistory.of(status))
+
+
+async def while_it_lasts(
+    scheduler: Client,
+    serving: "asyncio.Task[None]",
+    on_status: Callable[[SchedulerStatus], Awaitable[None]] = _ignore,
+) -> None:
     """Cancel ``serving`` when the run is over; raise its error if it fails before."""
     try:
         while not serving.done():
@@ -123,6 +140,7 @@ async def while_it_lasts(scheduler: Client, serving: "asyncio.Task[None]") -> No
             if status.finished:
                 log.info("stage worker stops: the run is over")
                 return
+            await on_status(status)
             await asyncio.wait((serving,), timeout=POLL_INTERVAL_S)
         await serving
     finally:
@@ -146,7 +164,11 @@ async def _opened(config: Config, run_dir: Path, stage: str) -> AsyncGenerator[t
         async with user_stage(settings, node, decoder(config, run_dir)) as users:
             yield users, users.calls
         return
-    model = ModelStage(lambda: open_judge(config, run_dir, stage))
+    model = (
+        FollowingStage(lambda: open_critic(config, run_dir))
+        if stage == CRITIC
+        else ModelStage(lambda: open_judge(config, run_dir, stage))
+    )
     try:
         await model.start()
         yield model, 0
@@ -156,27 +178,38 @@ async def _opened(config: Config, run_dir: Path, stage: str) -> AsyncGenerator[t
 
 def open_judge(config: Config, run_dir: Path, stage: str) -> Judge:
     """Load the model of a stage. Raise ``ConfigError`` if it cannot be loaded."""
+    if stage == CRITIC:
+        return open_critic(config, run_dir)
     hide_unused_packages()
-    initial, trainer = model_dir(config, run_dir), config.trainer
-    own = {REFERENCE: config.reference.path, CRITIC: config.critic.path}[stage]
-    directory = locate_model(own, f"{stage}.path") if own else initial
-    if own:
-        from staleflow.clients.tokens import check_same_tokens
+    from staleflow.clients.stage.reference import Reference
 
-        check_same_tokens(f"{stage}.path", directory, initial)
-    if stage == REFERENCE:
-        from staleflow.clients.stage.reference import Reference
+    return Reference(
+        _directory(config, run_dir, REFERENCE, config.reference.path),
+        dtype=config.reference.dtype or config.model.dtype,
+        temperature=config.rollout.temperature,
+        micro_tokens=config.trainer.micro_tokens,
+        threads=config.reference.threads,
+    )
 
-        return Reference(
-            directory,
-            dtype=config.reference.dtype or config.model.dtype,
-            temperature=config.rollout.temperature,
-            micro_tokens=trainer.micro_tokens,
-            threads=config.reference.threads,
-        )
+
+def open_critic(config: Config, run_dir: Path) -> Follower:
+    """Load the critic's initial model, and lock its folder. Raise as ``open_judge``."""
+    hide_unused_packages()
     from staleflow.clients.stage.critic import Critic
 
-    return Critic(config, directory, run_dir / "critic")
+    return Critic(config, _directory(config, run_dir, CRITIC, config.critic.path), run_dir / "critic")
+
+
+def _directory(config: Config, run_dir: Path, stage: str, own: str) -> Path:
+    """Return the directory of a stage's model: its own, or the initial model of the run."""
+    initial = model_dir(config, run_dir)
+    if not own:
+        return initial
+    from staleflow.clients.tokens import check_same_tokens
+
+    directory = locate_model(own, f"{stage}.path")
+    check_same_tokens(f"{stage}.path", directory, initial)
+    return directory
 
 
 def decoder(config: Config, run_dir: Path) -> Decode:

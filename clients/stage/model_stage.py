@@ -7,8 +7,9 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
+from staleflow.clients.stage.history import RunHistory, newest
 from staleflow.clients.stage.worker import StageGroup, StageOutcome
 
 Stopping = Callable[[], bool]
@@ -36,14 +37,25 @@ class Judge(Protocol):
         ...
 
 
-class ModelStage:
+class Follower(Judge, Protocol):
+    """A model whose state belongs to the history of the run."""
+
+    def follow(self, history: RunHistory) -> None:
+        """Adopt the history; go back to a state that belongs to it if the current one does not."""
+        ...
+
+
+J = TypeVar("J", bound=Judge)
+
+
+class ModelStage(Generic[J]):
     """Adapter from ``Judge`` to ``Stage``. Concurrent calls of shards are serialized."""
 
     together: ClassVar[bool] = True
 
-    def __init__(self, open_judge: Callable[[], Judge]) -> None:
+    def __init__(self, open_judge: Callable[[], J]) -> None:
         self._open = open_judge
-        self._judge: Judge | None = None
+        self._judge: J | None = None
         self._thread = ThreadPoolExecutor(1, "model")
         self._stop = threading.Event()
 
@@ -66,9 +78,42 @@ class ModelStage:
         judge = self._loaded()
         await self._run(lambda: judge.accepted(groups, self._stop.is_set))
 
-    def _loaded(self) -> Judge:
+    def _loaded(self) -> J:
         assert self._judge is not None, "call start first"
         return self._judge
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+class FollowingStage(ModelStage[Follower]):
+    """A model stage that rolls back with the run. It starts to work once it knows the history of the run."""
+
+    def __init__(self, open_judge: Callable[[], Follower]) -> None:
+        super().__init__(open_judge)
+        self._history: RunHistory | None = None
+        self._followed = asyncio.Event()
+
+    async def follow(self, history: RunHistory) -> None:
+        """Let the judge adopt the history of the run."""
+        if history != self._history:
+            judge = self._loaded()
+            await self._run(lambda: judge.follow(history))
+            self._history = history
+            self._followed.set()
+
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
+        await self._catch_up(groups)
+        return await super().make(groups)
+
+    async def accepted(self, groups: Sequence[StageGroup]) -> None:
+        await self._catch_up(groups)
+        await super().accepted(groups)
+
+    async def _catch_up(self, groups: Sequence[StageGroup]) -> None:
+        """Wait until the judge follows the lineage of these groups. Their tokens may be known before the rollback is:
+        the worker polls the scheduler."""
+        lineage = max((newest(group.payload)[0] for group in groups), default=0)
+        while self._history is None or self._history.lineage < lineage:
+            self._followed.clear()
+            await self._followed.wait()

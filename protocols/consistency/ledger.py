@@ -5,7 +5,7 @@ right. Every move appends its effect to ``out``, in the order in which the moves
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from staleflow.protocols.consistency.batches import Batch
 from staleflow.protocols.consistency.effects import (
@@ -102,10 +102,10 @@ class Lineages:
 
     __slots__ = ("current", "forks")
 
-    def __init__(self) -> None:
-        self.current = Lineage(0)
-        self.forks: list[tuple[int, int]] = [(0, 0)]
+    def __init__(self, forks: Iterable[tuple[int, int]] = ((0, 0),)) -> None:
+        self.forks = list(forks)
         """(lineage, its first own version), both ascending."""
+        self.current = Lineage(self.forks[-1][0])
 
     def of(self, version: int) -> Lineage:
         """Return the lineage in which the surviving ``version`` was published."""

@@ -159,6 +159,16 @@ class Machine:
         return self.lineage_of(self._ledger.floor), self._ledger.floor
 
     @property
+    def checkpoints(self) -> tuple[Version, ...]:
+        """The versions from which a trainer can resume, ascending."""
+        return tuple(self._ledger.checkpoints)
+
+    @property
+    def forks(self) -> tuple[tuple[int, int], ...]:
+        """(lineage, its first own version) of the surviving history, both ascending."""
+        return tuple(self._ledger.lineages.forks)
+
+    @property
     def newest_sha(self) -> str:
         """Hash of the newest version's manifest; empty if a rollback made that version the newest."""
         return self._ledger.newest_sha

@@ -207,8 +207,13 @@ class SchedulerStatus(Status, frozen=True, kw_only=True):
     run_s: float = 0.0
     """Seconds that schedulers have served this run; stands still once it is closed."""
     lineage: int = 0
+    forks: tuple[tuple[int, int], ...] = ((0, 0),)
+    """(lineage, its first own version) of the surviving history, both ascending: a version survives the rollbacks of
+    all later lineages whose first version is above it."""
     version: int = -1
     """Newest published version; -1 before the first."""
+    checkpoints: tuple[int, ...] = (0,)
+    """Versions from which a trainer can resume, ascending."""
     next_step: int = 0
     """The next step to be sealed."""
     steps: int = 0

@@ -78,7 +78,9 @@ class StatusView:
             "uptime_s": (now - self._started_ms) / 1000,
             "run_s": interpreter.totals.counts.served_s if self._phase.closed else interpreter.served_s,
             "lineage": machine.lineage,
+            "forks": machine.forks,
             "version": machine.version,
+            "checkpoints": machine.checkpoints,
             "next_step": machine.next_step,
             "trainer_term": machine.trainer_term,
         }

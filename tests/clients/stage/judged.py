@@ -23,9 +23,13 @@ def asked_to_end() -> bool:
     return True
 
 
-def group(number: int, prompt: int = 3, lengths: tuple[int, ...] = (4, 6)) -> StageGroup:
+def group(
+    number: int, prompt: int = 3, lengths: tuple[int, ...] = (4, 6), *, lineage: int = 0, version: int = 0
+) -> StageGroup:
     """Build a random group; the same number gives the same group."""
-    return StageGroup(group=GroupId(number), row={}, payload=payload(number, list(lengths), prompt=prompt))
+    made = payload(number, list(lengths), version=version, prompt=prompt)
+    made.segments[:, 1] = lineage
+    return StageGroup(group=GroupId(number), row={}, payload=made)
 
 
 def ragged() -> list[StageGroup]:

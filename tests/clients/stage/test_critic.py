@@ -2,7 +2,7 @@
 """The critic values the state before each token, learns from its targets, and resumes after a restart."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -11,31 +11,13 @@ import pytest
 import torch
 
 from staleflow.clients.stage.critic import Critic, explained, returns
-from staleflow.clients.stage.critic_files import FILE
+from staleflow.clients.stage.history import RunHistory
 from staleflow.clients.stage.worker import StageGroup
 from staleflow.configs import schema
 from staleflow.configs.errors import ConfigError
 from tests.clients.stage.judged import column, gae_config, going_on, group, ragged, sequences
 
 Make = Callable[..., Critic]
-
-
-@pytest.fixture
-def critic(model_directory: Path, tmp_path: Path) -> Iterator[Make]:
-    """Build critics. With a seed the head returns non-zero values; a fresh critic returns 0."""
-    made: list[Critic] = []
-
-    def make(folder: Path = tmp_path, seed: int | None = 0, micro_tokens: int = 64) -> Critic:
-        made.append(Critic(gae_config(micro_tokens), model_directory, folder))
-        if seed is not None:
-            torch.manual_seed(seed)
-            torch.nn.init.normal_(made[-1]._model.head.weight)
-            torch.nn.init.normal_(made[-1]._model.head.bias)
-        return made[-1]
-
-    yield make
-    for one in made:
-        one._files.close()
 
 
 def values(judge: Critic, groups: list[StageGroup]) -> list[list[float]]:
@@ -64,6 +46,7 @@ def test_a_critic_that_computes_in_bfloat16_keeps_float32_weights(
     settings = gae_config(64)
     low = msgspec.structs.replace(settings, critic=msgspec.convert({"dtype": "bfloat16", "lr": 1e-6}, schema.Critic))
     coarse, exact = Critic(low, model_directory, tmp_path / "coarse"), critic()
+    coarse.follow(RunHistory())
     coarse._model.load_state_dict(exact._model.state_dict())
     (found,), (expected,) = values(coarse, [group(1)]), values(exact, [group(1)])
     assert found == pytest.approx(expected, abs=0.1)
@@ -170,12 +153,13 @@ def test_a_restart_goes_on_as_if_there_had_been_none(critic: Make, tmp_path: Pat
     straight = critic(tmp_path / "a")
     broken = critic(tmp_path / "b")
     for judge in (straight, broken):
-        judge.accepted([group(n) for n in range(4)], going_on)
+        judge.accepted([group(n) for n in range(5)], going_on)
     broken.close()
     again = critic(tmp_path / "b", seed=None)
     assert again.steps == 2
     for judge in (straight, again):
-        judge.accepted([group(n) for n in range(4, 8)], going_on)
+        judge.accepted([group(n) for n in range(5, 8)], going_on)
+    assert again.steps == 4, "the group that waited for its step was saved"
     assert values(again, ragged()) == values(straight, ragged())
 
 
@@ -185,18 +169,10 @@ def test_a_killed_critic_goes_on_from_its_last_checkpoint(critic: Make, tmp_path
     expected = values(killed, ragged())
     killed.accepted([group(n) for n in range(2)], going_on)
     killed._files.close()  # as the kernel does at a kill
-    (tmp_path / "critic.part").write_bytes(b"half of a checkpoint")
+    (tmp_path / "0.part").write_bytes(b"half of a snapshot")
     again = critic(seed=None)
     assert (again.steps, values(again, ragged())) == (3, expected)
-
-
-def test_a_damaged_checkpoint_is_named_and_the_critic_begins_anew(
-    critic: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / FILE).write_bytes(b"\x08")
-    judge = critic(seed=None)
-    assert (judge.steps, values(judge, [group(1)])) == (0, [[0.0] * 10])
-    assert f"checkpoint {tmp_path / FILE} ignored, the critic starts from its initial state" in caplog.text
+    assert not (tmp_path / "0.part").exists()
 
 
 def test_a_second_critic_is_refused(critic: Make, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import faulthandler
 import json
 import os
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,15 @@ def main() -> None:
             results[-1] |= trainer.evaluate(Version(step + 1), lambda: False)
         if step == task.get("save_after"):
             save(trainer, where.leads, task)
+            if "background" in task:
+                write = trainer.begin_save(Path(task["background"]))
     keep(trainer, where.leads, task["out"] + ".npz")
+    if "background" in task:  # no file may exist before, and every later step is trained
+        assert not [*Path(task["background"]).iterdir()]
+        ranks.any(False)  # every rank has looked
+        writer = threading.Thread(target=write)
+        writer.start()
+        writer.join()
     if where.leads:
         Path(task["out"] + ".json").write_text(json.dumps(results))
     trainer.close()

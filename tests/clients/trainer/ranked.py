@@ -23,8 +23,9 @@ def ranked(config: Config, directory: Path, folder: Path, nproc: int = 1, **task
     file, out = folder / "task.json", str(folder / "out")
     told = {"config": msgspec.to_builtins(config), "directory": str(directory), "out": out, **task}
     file.write_text(json.dumps(told, default=str))
-    if "save" in task:
-        Path(task["save"]).mkdir()
+    for name in ("save", "background"):
+        if name in task:
+            Path(task[name]).mkdir()
     processes: list[subprocess.Popen[bytes]] = []
     spoken = [folder / f"rank-{rank}.txt" for rank in range(nproc)]  # a full pipe without a reader would block its rank
     with socket.create_server(("127.0.0.1", 0)) as meeting:

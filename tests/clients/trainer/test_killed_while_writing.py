@@ -1,43 +1,58 @@
 """A trainer that is killed while a thread writes a checkpoint resumes from the one before."""
 
-import os
-import signal
 import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.clients.trainer.backends.test_backends import needs_deepspeed
 from tests.clients.trainer.service import Service, serving
 from tests.clients.trainer.test_process import checkpoints, surviving_steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 STEPS = 12
 
 
 def kill_while_it_writes(service: Service, trainer: "subprocess.Popen[bytes]") -> int:
-    """Kill the trainer between the first and the last file of a checkpoint after the first; return its version."""
+    """Kill all ranks between the first and the last file of a checkpoint after the first; return its version."""
     folder, deadline = service.run_dir / "checkpoints", time.monotonic() + LIMIT_S
     service.wait_for("checkpoint", 1, LIMIT_S)
+    every = [psutil.Process(trainer.pid), *psutil.Process(trainer.pid).children()]
     while time.monotonic() < deadline:
         assert trainer.poll() is None, "it ended before it could be killed"
         if not any(any(part.iterdir()) for part in folder.glob("*.part")):
             continue
-        os.kill(trainer.pid, signal.SIGSTOP)
+        for process in every:
+            process.suspend()
         unfinished = [part for part in folder.glob("*.part") if any(part.iterdir())]
         if unfinished and not any((part / "checkpoint.json").exists() for part in unfinished):
-            trainer.kill()
+            for process in every:
+                process.kill()
             trainer.wait(LIMIT_S)
             return int(unfinished[0].name.partition(".")[0])
-        os.kill(trainer.pid, signal.SIGCONT)
+        for process in every:
+            process.resume()
     raise AssertionError(f"no checkpoint was seen half written in {LIMIT_S} s")
 
 
-def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(model_directory: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "nproc"),
+    [
+        ("torch", 1),
+        pytest.param("fsdp", 2, marks=pytest.mark.long),
+        pytest.param("deepspeed", 2, marks=[pytest.mark.long, needs_deepspeed]),
+    ],
+)
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
+    model_directory: Path, backend: str, nproc: int
+) -> None:
     rollout = ("rollout.engine=transformers", "rollout.max_inflight=16", "rollout.max_new_tokens=8")
-    trainer = ("trainer.backend=torch", f"trainer.steps={STEPS}", "trainer.checkpoint_every=1")
+    ranks = (f"trainer.backend={backend}", f"trainer.nproc={nproc}")
+    trainer = (*ranks, f"trainer.steps={STEPS}", "trainer.checkpoint_every=1")
     with serving(*rollout, *trainer, f"model.path={model_directory}") as service:
         unfinished = kill_while_it_writes(service, service.start_trainer())
         before = checkpoints(service)

@@ -56,8 +56,8 @@ def test_programs_that_read_the_json_find_every_field_under_its_name(tmp_path: P
     Seat(table, "a")
     values = as_dict(asked(table))
     assert " ".join(values) == (
-        "run run_dir parameters incarnation uptime_s run_s lineage version next_step steps trainer_term max_staleness "
-        "bound on_overdue batch_size group_size max_inflight security ledger window pinned why trainer_waits staleness "
+        "run run_dir parameters incarnation uptime_s run_s lineage forks version checkpoints next_step steps "
+        "trainer_term max_staleness bound on_overdue batch_size group_size max_inflight security ledger window pinned why trainer_waits staleness "
         "recent instances workers workers_left_out stages shards totals lengths violations metrics first_metrics "
         "finished trained drained error closed full map_used"
     )
@@ -158,6 +158,21 @@ def test_a_shard_that_refuses_pushes_is_named_before_the_group_that_waits_for_it
     assert table.ask("trainer", kept) == RegisterCheckpointReply(oldest=Version(1))
     fit = "the groups of 2 batches must fit in 90 % of it, so a new run needs a larger one"
     assert why("map") == f"{full}, and no checkpoint can free space: {fit}; {waits}"
+
+
+def test_the_status_has_the_surviving_history_and_the_checkpoints(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "a")
+    for _ in range(2):
+        seat.report()
+        for group in seat.holds()[: table.config.trainer.batch_size]:
+            seat.finish(group)
+        table.train()
+    assert (asked(table).forks, asked(table).checkpoints) == (((0, 0),), (0,))
+    kept = RegisterCheckpoint(trainer_term=table.term, lineage=Lineage(0), version=Version(1), keep=2)
+    assert table.ask("trainer", kept) == RegisterCheckpointReply(oldest=Version(0))
+    table.roll_back(1)
+    assert (asked(table).forks, asked(table).checkpoints) == (((0, 0), (1, 2)), (0, 1))
 
 
 def test_the_word_for_what_the_trainer_waits_for_follows_the_groups(tmp_path: Path) -> None:
