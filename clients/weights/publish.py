@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from staleflow.clients.weights import chunks
 from staleflow.clients.weights.local_upload import ServerFiles
+from staleflow.clients.weights.sharded import LedWeights, RankUpload, ShardedWeights, all_spans
 from staleflow.clients.weights.tensors import NamedTensors, in_memory, layout, with_digests
 from staleflow.net.adaptive_chunks import AdaptiveChunk
 from staleflow.net.client import Client
@@ -56,6 +57,8 @@ class Publisher:
         self._places: Manifest | None = None
         """Layout of the last weights. Cached, because asking gathered weights for their shapes costs as much as for
         their bytes."""
+        self._forgetting: asyncio.Task[None] | None = None
+        """Drops deleted files of a rank that writes spans. Only rank 0 knows when the server waits for their room."""
 
     async def publish(
         self,
@@ -71,11 +74,14 @@ class Publisher:
 
         uint16 arrays are the bits of bfloat16. The arrays must not change before the end. They are iterated once, and
         once more for each upload that has to be repeated; the first ones of this connection twice, since every version
-        is expected to have their names, dtypes and shapes. Raise ``ValueError`` if it has others.
+        is expected to have their names, dtypes and shapes. Raise ``ValueError`` if it has others. ``LedWeights`` are
+        not iterated, unless readers get them from this process: every rank uploads its own part.
         """
         if (source := self._opened_source()) is not None:
             weights = await asyncio.to_thread(source.hold, weights, lineage, version)
-        if self._places is None or in_memory(weights):
+        if isinstance(weights, LedWeights):
+            self._places = await asyncio.to_thread(weights.layout)
+        elif self._places is None or in_memory(weights):
             self._places = await asyncio.to_thread(layout, weights)
         places = self._places
         begin = BeginPublish(
@@ -100,6 +106,29 @@ class Publisher:
                 log.warning("no room: %s", error)
                 await asyncio.sleep(FULL_RETRY_INTERVAL_S)
 
+    async def write_spans(self, to: BeginPublishReply, weights: ShardedWeights) -> RankUpload:
+        """Upload this rank's part of a version that rank 0 has begun.
+
+        A refusal by the server, or a disk without room, is returned: every rank must report to rank 0.
+        """
+        if self._forgetting is None:
+            self._forgetting = asyncio.ensure_future(self._forget_deleted_files())
+        given_up, arrived = threading.Event(), ByteCounter()
+        try:
+            spans = await asyncio.to_thread(self._files.write_spans, to, weights, given_up)
+            if spans is None:
+                spans = await chunks.send_spans(self._client, to.upload, weights.spans(), self._portion, arrived)
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
+        except Refused as refusal:
+            return RankUpload(arrived=arrived.nbytes, code=refusal.code, detail=refusal.detail)
+        except OSError as error:
+            if state_of(error) is None:
+                raise
+            return RankUpload(arrived=arrived.nbytes, errno=error.errno or 0, detail=error.strerror or "")
+        return RankUpload(spans=spans, arrived=arrived.nbytes)
+
     async def damaged(self, lineage: Lineage, version: Version) -> bool:
         """Return True if the server has lost a published version, or found its bytes damaged."""
         return await damaged(self._client, lineage, version)
@@ -108,6 +137,8 @@ class Publisher:
         """Close the connection. Idempotent."""
         if self._source is not None:
             self._source.close()
+        if self._forgetting is not None:
+            self._forgetting.cancel()
         self._files.close()
         self._client.close()
 
@@ -115,6 +146,8 @@ class Publisher:
         self, begin: BeginPublish, places: Manifest, weights: NamedTensors, direct: str, arrived: ByteCounter
     ) -> RegisterVersionReply:
         to = await self._begin(begin)
+        if isinstance(weights, LedWeights):
+            return await self._upload_by_ranks(to, places, weights, arrived)
         given_up = threading.Event()
         try:
             digests = await asyncio.to_thread(self._files.write, to, places, weights, given_up)
@@ -128,21 +161,31 @@ class Publisher:
         commit = CommitPublish(upload=to.upload, manifest=manifest, in_place=in_place, direct=direct)
         return await self._client.ask(commit, RegisterVersionReply, timeout_s=None)
 
+    async def _upload_by_ranks(
+        self, to: BeginPublishReply, places: Manifest, weights: LedWeights, arrived: ByteCounter
+    ) -> RegisterVersionReply:
+        await asyncio.to_thread(weights.begin_upload, to)
+        uploads = await asyncio.to_thread(weights.end_upload, await self.write_spans(to, weights))
+        for upload in uploads:
+            arrived(0, upload.arrived)
+        commit = CommitPublish(upload=to.upload, manifest=places, spans=all_spans(uploads))
+        return await self._client.ask(commit, RegisterVersionReply, timeout_s=None)
+
     async def _begin(self, begin: BeginPublish) -> BeginPublishReply:
         """Begin the upload, once there is room. Meanwhile, drop maps of deleted files: they would keep the room in
         use."""
         await asyncio.to_thread(self._files.forget_deleted)
-
-        async def forgetting() -> None:
-            while True:
-                await asyncio.sleep(POLL_INTERVAL_S)
-                await asyncio.to_thread(self._files.forget_deleted)
-
-        meanwhile = asyncio.ensure_future(forgetting())
+        meanwhile = asyncio.ensure_future(self._forget_deleted_files())
         try:
             return await self._client.ask(begin, BeginPublishReply, timeout_s=None)
         finally:
             meanwhile.cancel()
+
+    async def _forget_deleted_files(self) -> None:
+        """Drop deleted files until cancelled."""
+        while True:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            await asyncio.to_thread(self._files.forget_deleted)
 
     def _opened_source(self) -> "DirectSource | None":
         """Return the source of direct transfers, if enabled; open it at the first version."""

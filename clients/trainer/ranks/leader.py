@@ -30,8 +30,10 @@ from staleflow.clients.trainer.backends.base import (
 )
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.micro_batches import MicroBatch, concatenated
+from staleflow.clients.trainer.ranks import uploads
+from staleflow.clients.weights.sharded import RankUpload, ShardedWeights, Span
 from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
-from staleflow.protocols.wire.messages import Batch
+from staleflow.protocols.wire.messages import Batch, BeginPublishReply, Manifest
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ class Order(IntEnum):
     """a header without groups, JSON"""
     BEGIN_SAVE = 10
     """path"""
+    UPLOAD = 11
+    """the server's destination, JSON"""
 
 
 class OrderChannel(Protocol):
@@ -87,6 +91,10 @@ class RankBackend(StreamingBackend, AsyncBackend, Protocol):
 
     def gather(self) -> None:
         """Take part in an iteration over rank 0's ``weights``."""
+        ...
+
+    def sharded_weights(self) -> ShardedWeights:
+        """Return this rank's view of ``weights``, if they need every rank."""
         ...
 
     @property
@@ -163,13 +171,22 @@ class Leader:
             return self._backend.finish(batch, step)
 
     def weights(self) -> Published:
-        published = self._backend.weights()
-        return _GatheredWeights(self, published) if self._backend.together else published
+        return _LedWeights(self, self._backend.sharded_weights()) if self._backend.together else self._backend.weights()
 
     def each(self, published: Published) -> Iterator[tuple[str, Array]]:
         """Iterate over weights of which every rank has a part."""
         with self._operation(Order.GATHER):
             yield from published.items()
+
+    def begin_upload(self, to: BeginPublishReply) -> None:
+        """Order the other ranks to upload their spans; ``end_upload`` waits for them."""
+        self._announce(Order.UPLOAD, text=uploads.encode_destination(to))
+
+    def end_upload(self, own: RankUpload) -> list[RankUpload]:
+        """Return the outcome of every rank, once none writes any more."""
+        every = uploads.collect(self._ranks, own)
+        self._idle = True
+        return every
 
     def save(self, directory: Path) -> None:
         with self._operation(Order.SAVE, text=str(directory.absolute())):
@@ -221,15 +238,27 @@ class Leader:
         self._idle = True
 
 
-class _GatheredWeights:
-    """Weights of all ranks; each iteration is announced to them."""
+class _LedWeights:
+    """Weights of all ranks (``LedWeights``); each iteration and each upload is announced to them."""
 
-    def __init__(self, leader: Leader, published: Published) -> None:
+    def __init__(self, leader: Leader, own: ShardedWeights) -> None:
         self._leader = leader
-        self._published = published
+        self._own = own
 
     def items(self) -> Iterable[tuple[str, Array]]:
-        return self._leader.each(self._published)
+        return self._leader.each(self._own)
+
+    def layout(self) -> Manifest:
+        return self._own.layout()
+
+    def spans(self) -> Iterator[Span]:
+        return self._own.spans()
+
+    def begin_upload(self, to: BeginPublishReply) -> None:
+        self._leader.begin_upload(to)
+
+    def end_upload(self, own: RankUpload) -> list[RankUpload]:
+        return self._leader.end_upload(own)
 
 
 class Batches(Protocol):
@@ -319,8 +348,14 @@ class _FollowerWriter:
             self._ranks.written(True)
 
 
-def follow(backend: RankBackend, ranks: OrderChannel, batches: Batches, stopping: Stopping) -> None:
-    """Execute the orders of rank 0 until it releases this rank.
+def follow(
+    backend: RankBackend,
+    ranks: OrderChannel,
+    batches: Batches,
+    stopping: Stopping,
+    write_spans: uploads.WriteSpans,
+) -> None:
+    """Execute the orders of rank 0 until it releases this rank. ``write_spans`` uploads this rank's weights.
 
     Raise ``OutOfMemory`` after reporting it to the run: rank 0 cannot, as it may wait for this rank within a pass.
     """
@@ -348,6 +383,9 @@ def follow(backend: RankBackend, ranks: OrderChannel, batches: Batches, stopping
                     parts.finish(_decode(text))
                 case Order.GATHER:
                     backend.gather()
+                case Order.UPLOAD:
+                    to = uploads.decode_destination(text)
+                    uploads.report(ranks, write_spans(to, backend.sharded_weights()))
                 case Order.SAVE:
                     backend.save(Path(text))
                     ranks.barrier()
