@@ -144,6 +144,7 @@ class DeepspeedLearner:
     def shards(self) -> Iterator[Shard]:
         """Yield every tensor with this rank's partition of it (stage 3); rank 0 has what every rank has."""
         where = self._ranks.place
+        tensor: Any
         for name, tensor in named(self.model):
             if hasattr(tensor, "ds_id"):
                 # Flat and of equal size on every rank: the last ones are padded, or consist of padding only.

@@ -65,8 +65,8 @@ class FsdpLearner(PlainLearner):
         for name, tensor in named(self.model):
             dtype, shape = self._published_dtype(name, tensor), tuple(tensor.shape)
             if isinstance(tensor, DTensor):
-                rows = _rows(shape[0], where.rank, where.world)
-                yield Shard(name, dtype, shape, rows.start * math.prod(shape[1:]), tensor.detach().to_local())
+                rows, own = _rows(shape[0], where.rank, where.world), tensor.to_local().detach()
+                yield Shard(name, dtype, shape, rows.start * math.prod(shape[1:]), own)
             else:
                 yield Shard(name, dtype, shape, 0, tensor.detach() if where.leads else None)
 

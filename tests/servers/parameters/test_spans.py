@@ -1,5 +1,7 @@
 """A version that several ranks wrote is verified span by span and reads like any other."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -21,10 +23,11 @@ from staleflow.protocols.wire.messages import (
     RegisterVersionReply,
     WrittenSpan,
 )
+from staleflow.protocols.wire.tensors import Array
 from tests.servers.parameters.test_service import files, versions
 from tests.servers.running import Run, Trainer
 
-WEIGHTS = {
+WEIGHTS: dict[str, Array] = {
     "a": np.arange(100, dtype=np.float32),
     "none": np.zeros((0, 4), np.float32),
     "b": np.arange(700_000, dtype=np.uint16).reshape(7, -1),
@@ -48,7 +51,7 @@ def parts() -> list[tuple[int, bytes]]:
     every: list[tuple[int, bytes]] = []
     for entry in PLACES.tensors:
         data, cuts = WEIGHTS[entry.name].tobytes(), CUTS[entry.name]
-        every += [(entry.offset + start, data[start:end]) for start, end in zip(cuts, cuts[1:], strict=False)]
+        every += [(entry.offset + start, data[start:end]) for start, end in pairwise(cuts)]
     return every[::-1]
 
 

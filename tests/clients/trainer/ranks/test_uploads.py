@@ -27,6 +27,7 @@ from staleflow.protocols.wire.tensors import Array
 from tests.clients.trainer.ranked import start_rank
 from tests.clients.trainer.ranks.rows import Rows
 from tests.clients.trainer.ranks.test_leader import Fed, Ranks, Recorded, Room
+from tests.clients.weights.test_local_upload import on
 from tests.servers.parameters.test_service import files, versions
 from tests.servers.running import Run, Trainer, produced
 
@@ -75,10 +76,10 @@ class Backend(Recorded):
 
     def __init__(self, rows: Rows) -> None:
         super().__init__(together=True)
-        self._rows = rows
+        self.rows = rows
 
     def sharded_weights(self) -> Rows:
-        return self._rows
+        return self.rows
 
 
 class Team:
@@ -99,8 +100,8 @@ class Team:
     async def publish(
         self, weights: NamedTensors, version: int = 0, batch: BatchId | None = None, second: Rows | None = None
     ) -> RegisterVersionReply:
-        self.backends[0]._rows = Rows(weights, 0, 2)
-        self.backends[1]._rows = second or Rows(weights, 1, 2)
+        self.backends[0].rows = Rows(weights, 0, 2)
+        self.backends[1].rows = second or Rows(weights, 1, 2)
         return await self._trainer.publish(version, self._leader.weights(), batch)
 
     async def close(self) -> None:
@@ -164,7 +165,7 @@ async def test_ranks_on_any_hosts_publish_what_one_process_would(
 async def test_files_of_deleted_versions_are_overwritten_by_every_rank(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_upload, "file_system", lambda _: "ext4")  # where files are written through kept maps
+    monkeypatch.setattr(local_upload, "file_system", on("ext4"))  # where files are written through kept maps
     run = make_run(parameters={"keep_versions": 1})
     for start in (run.scheduler, run.trajectories, run.parameters):
         start()
@@ -255,7 +256,8 @@ async def test_a_rank_whose_own_write_finds_no_room_makes_all_wait_and_write_aga
 ) -> None:
     monkeypatch.setattr(publish, "FULL_RETRY_INTERVAL_S", 0.0)
     team = Team(run, await run.trainer())
-    tries, write_spans = 0, team.publishers[1]._files.write_spans
+    files_of_second = team.publishers[1]._files  # pyright: ignore[reportPrivateUsage]
+    tries, write_spans = 0, files_of_second.write_spans
 
     def full(*given: Any) -> Any:
         nonlocal tries
@@ -264,7 +266,7 @@ async def test_a_rank_whose_own_write_finds_no_room_makes_all_wait_and_write_aga
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write_spans(*given)
 
-    monkeypatch.setattr(team.publishers[1]._files, "write_spans", full)
+    monkeypatch.setattr(files_of_second, "write_spans", full)
     await team.publish(made(0))
     await check_readable(run, 0, made(0))
     assert "no room: [Errno 28] rank 1: No space left on device" in caplog.text
