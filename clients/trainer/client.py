@@ -28,7 +28,7 @@ from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.micro_batches import MicroBatch, MicroBatchStream
 from staleflow.clients.trainer.data.prefetch import BatchStream, Drained
 from staleflow.clients.weights import Publisher, external
-from staleflow.clients.weights.sharded import RankUpload, ShardedWeights
+from staleflow.clients.weights.sharded import RankUpload, Spans
 from staleflow.configs.errors import ConfigError
 from staleflow.net.client import Client, worker_id
 from staleflow.net.errors import Refused, Unavailable
@@ -371,8 +371,8 @@ class TrainerClient:
         """
         return self.commit(external(digest))
 
-    def write_spans(self, to: BeginPublishReply, weights: ShardedWeights) -> RankUpload:
-        """Upload this rank's part of a version that rank 0 has begun, and return what to report to it."""
+    def write_spans(self, to: BeginPublishReply, weights: Spans) -> RankUpload:
+        """Upload this rank's part of a version that rank 0 has begun, and return what to report to it. Thread-safe."""
         assert self._publisher is not None
         writing = self._publisher.write_spans(to, weights)
         return self._wait(writing, grace_s=COMMIT_TIMEOUT_S, late=self._not_in_time)

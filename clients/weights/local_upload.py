@@ -19,7 +19,7 @@ import numpy as np
 
 from staleflow.clients.weights.chunks import pieces, split
 from staleflow.clients.weights.mmap_cache import KeptMaps
-from staleflow.clients.weights.sharded import ShardedWeights, Span
+from staleflow.clients.weights.sharded import Span, Spans
 from staleflow.clients.weights.tensors import NamedTensors, in_memory, tensor_of
 from staleflow.process.host import boot_id, file_system
 from staleflow.protocols.wire.manifest import Digest
@@ -61,9 +61,7 @@ class ServerFiles:
         """
         return self._open_and_write(to, given_up, lambda put: _write(put, places, weights))
 
-    def write_spans(
-        self, to: BeginPublishReply, weights: ShardedWeights, given_up: threading.Event
-    ) -> list[WrittenSpan] | None:
+    def write_spans(self, to: BeginPublishReply, weights: Spans, given_up: threading.Event) -> list[WrittenSpan] | None:
         """Write this rank's part of the weights as ``write`` does, and return its spans with their digests."""
         return self._open_and_write(to, given_up, lambda put: _write_spans(put, weights.spans()))
 

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import threading
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from staleflow.clients.weights import chunks
 from staleflow.clients.weights.local_upload import ServerFiles
-from staleflow.clients.weights.sharded import LedWeights, RankUpload, ShardedWeights, all_spans
+from staleflow.clients.weights.sharded import LedWeights, RankUpload, Spans, all_spans
 from staleflow.clients.weights.tensors import NamedTensors, in_memory, layout, with_digests
 from staleflow.net.adaptive_chunks import AdaptiveChunk
 from staleflow.net.client import Client
@@ -68,6 +69,7 @@ class Publisher:
         lineage: Lineage,
         version: Version,
         batch: BatchId | None,
+        released: Callable[[], None] | None = None,
     ) -> RegisterVersionReply:
         """Publish a version; return once it is durable and registered. Waits for a server that is away; ``Refused`` is
         final.
@@ -76,37 +78,51 @@ class Publisher:
         once more for each upload that has to be repeated; the first ones of this connection twice, since every version
         is expected to have their names, dtypes and shapes. Raise ``ValueError`` if it has others. ``LedWeights`` are
         not iterated, unless readers get them from this process: every rank uploads its own part.
+
+        ``released`` is called as soon as the weights may change, if that is before the end. ``LedWeights`` are copied
+        for it, each rank's part by the rank itself, if main memory has room.
         """
         if (source := self._opened_source()) is not None:
             weights = await asyncio.to_thread(source.hold, weights, lineage, version)
-        if isinstance(weights, LedWeights):
-            self._places = await asyncio.to_thread(weights.layout)
-        elif self._places is None or in_memory(weights):
-            self._places = await asyncio.to_thread(layout, weights)
-        places = self._places
-        begin = BeginPublish(
-            trainer_term=trainer_term, lineage=lineage, version=version, batch=batch, nbytes=places.nbytes
-        )
-        tries, direct = 0, "" if source is None else source.endpoint
-        nbytes = sum(entry.nbytes for entry in places.tensors)
-        while True:
-            arrived = ByteCounter()
-            try:
-                return await self._upload(begin, places, weights, direct, arrived)
-            except ValueError:
-                self._places = None
-                raise
-            except Refused as refusal:
-                tries += not 0 < arrived.nbytes < nbytes
-                if refusal.code is not Code.STALE or tries == TRIES:
-                    raise
-            except OSError as error:  # a file system may reserve room and still run out of it
-                if state_of(error) is None:
-                    raise
-                log.warning("no room: %s", error)
-                await asyncio.sleep(FULL_RETRY_INTERVAL_S)
+            if released is not None:
+                released()
 
-    async def write_spans(self, to: BeginPublishReply, weights: ShardedWeights) -> RankUpload:
+        def announced(nbytes: int) -> BeginPublish:
+            return BeginPublish(trainer_term=trainer_term, lineage=lineage, version=version, batch=batch, nbytes=nbytes)
+
+        if isinstance(weights, LedWeights):
+            return await self._publish_by_ranks(announced, weights, released)
+        if self._places is None or in_memory(weights):
+            self._places = await asyncio.to_thread(layout, weights)
+        places, begin = self._places, announced(self._places.nbytes)
+        direct = "" if source is None else source.endpoint
+        try:
+            return await _repeated(places, lambda arrived: self._upload(begin, places, weights, direct, arrived))
+        except ValueError:
+            self._places = None
+            raise
+
+    async def _publish_by_ranks(
+        self,
+        announced: Callable[[int], BeginPublish],
+        weights: LedWeights,
+        released: Callable[[], None] | None,
+    ) -> RegisterVersionReply:
+        places = await asyncio.to_thread(weights.layout)
+        begin = announced(places.nbytes)
+        copies = await asyncio.to_thread(weights.start_uploads, copy=released is not None)
+        if copies is not None and released is not None:
+            released()
+        own: Spans = weights if copies is None else copies
+        try:
+            reply = await _repeated(places, lambda arrived: self._upload_by_ranks(begin, places, weights, own, arrived))
+        except Exception:
+            await asyncio.to_thread(weights.end_uploads)
+            raise
+        await asyncio.to_thread(weights.end_uploads)
+        return reply
+
+    async def write_spans(self, to: BeginPublishReply, weights: Spans) -> RankUpload:
         """Upload this rank's part of a version that rank 0 has begun.
 
         A refusal by the server, or a disk without room, is returned: every rank must report to rank 0.
@@ -146,8 +162,6 @@ class Publisher:
         self, begin: BeginPublish, places: Manifest, weights: NamedTensors, direct: str, arrived: ByteCounter
     ) -> RegisterVersionReply:
         to = await self._begin(begin)
-        if isinstance(weights, LedWeights):
-            return await self._upload_by_ranks(to, places, weights, arrived)
         given_up = threading.Event()
         try:
             digests = await asyncio.to_thread(self._files.write, to, places, weights, given_up)
@@ -162,10 +176,11 @@ class Publisher:
         return await self._client.ask(commit, RegisterVersionReply, timeout_s=None)
 
     async def _upload_by_ranks(
-        self, to: BeginPublishReply, places: Manifest, weights: LedWeights, arrived: ByteCounter
+        self, begin: BeginPublish, places: Manifest, weights: LedWeights, own: Spans, arrived: ByteCounter
     ) -> RegisterVersionReply:
-        await asyncio.to_thread(weights.begin_upload, to)
-        uploads = await asyncio.to_thread(weights.end_upload, await self.write_spans(to, weights))
+        to = await self._begin(begin)
+        await asyncio.to_thread(weights.send_destination, to)
+        uploads = await asyncio.to_thread(weights.collect, await self.write_spans(to, own))
         for upload in uploads:
             arrived(0, upload.arrived)
         commit = CommitPublish(upload=to.upload, manifest=places, spans=all_spans(uploads))
@@ -194,6 +209,26 @@ class Publisher:
 
             self._source = DirectSource(self._direct)
         return self._source
+
+
+async def _repeated(
+    places: Manifest, upload: Callable[[ByteCounter], Awaitable[RegisterVersionReply]]
+) -> RegisterVersionReply:
+    """Upload until the version is registered. Raise the last refusal after ``TRIES`` of which nothing arrived."""
+    tries, nbytes = 0, sum(entry.nbytes for entry in places.tensors)
+    while True:
+        arrived = ByteCounter()
+        try:
+            return await upload(arrived)
+        except Refused as refusal:
+            tries += not 0 < arrived.nbytes < nbytes
+            if refusal.code is not Code.STALE or tries == TRIES:
+                raise
+        except OSError as error:  # a file system may reserve room and still run out of it
+            if state_of(error) is None:
+                raise
+            log.warning("no room: %s", error)
+            await asyncio.sleep(FULL_RETRY_INTERVAL_S)
 
 
 async def damaged(server: Client, lineage: Lineage, version: Version) -> bool:

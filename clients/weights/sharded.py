@@ -21,28 +21,44 @@ class Span(NamedTuple):
     data: memoryview
 
 
-class ShardedWeights(NamedTensors, Protocol):
-    """One rank's view of the weights. Only ``items`` communicates with the other ranks."""
-
-    def layout(self) -> Manifest:
-        """Return the place of every tensor of the whole model, without digests; the same on every rank."""
-        ...
+class Spans(Protocol):
+    """One rank's part of the weights."""
 
     def spans(self) -> Iterator[Span]:
         """Yield this rank's bytes, one span in main memory at a time. Over all ranks, each byte is in one span."""
         ...
 
 
-@runtime_checkable
-class LedWeights(ShardedWeights, Protocol):
-    """The weights on rank 0, which leads an upload by all ranks. The methods block."""
+class ShardedWeights(NamedTensors, Spans, Protocol):
+    """One rank's view of the weights. Only ``items`` communicates with the other ranks."""
 
-    def begin_upload(self, to: BeginPublishReply) -> None:
-        """Order the other ranks to write their spans. Call ``end_upload`` next."""
+    def layout(self) -> Manifest:
+        """Return the place of every tensor of the whole model, without digests; the same on every rank."""
         ...
 
-    def end_upload(self, own: "RankUpload") -> "list[RankUpload]":
+
+@runtime_checkable
+class LedWeights(ShardedWeights, Protocol):
+    """The weights on rank 0, which leads the uploads of a version by all ranks. The methods block."""
+
+    def start_uploads(self, *, copy: bool) -> Spans | None:
+        """Order the other ranks to take part until ``end_uploads``. The weights must not change until then.
+
+        ``copy``: every rank copies its part first, so that the weights may change after this call and the ranks execute
+        other orders. Return the copies; None without ``copy``, or if rank 0 has no room for them.
+        """
+        ...
+
+    def send_destination(self, to: BeginPublishReply) -> None:
+        """Have the other ranks write their spans. Write rank 0's spans, then call ``collect``."""
+        ...
+
+    def collect(self, own: "RankUpload") -> "list[RankUpload]":
         """Wait until no rank writes any more, and return the outcome of each, in the order of the ranks."""
+        ...
+
+    def end_uploads(self) -> None:
+        """Release the other ranks, after the last upload of the version."""
         ...
 
 
@@ -58,13 +74,17 @@ class RankUpload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Number of the error if the file system took no write."""
     detail: str = ""
     """The refusal or the error in words."""
+    failure: str = ""
+    """Any other error, which ends the trainer."""
 
 
 def all_spans(uploads: Sequence[RankUpload]) -> list[WrittenSpan]:
-    """Return the spans of every rank. Raise the first rank's failure, if any: ``Refused`` or ``OSError``."""
+    """Return the spans of every rank. Raise the first failure, if any: ``Refused``, ``OSError`` or ``RuntimeError``."""
     for rank, upload in enumerate(uploads):
         if upload.code is not None:
             raise Refused(upload.code, f"rank {rank}: {upload.detail}")
         if upload.errno:
             raise OSError(upload.errno, f"rank {rank}: {upload.detail}")
+        if upload.failure:
+            raise RuntimeError(f"rank {rank}: {upload.failure}")
     return [span for upload in uploads for span in upload.spans]

@@ -30,8 +30,8 @@ from staleflow.clients.trainer.backends.base import (
 )
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.micro_batches import MicroBatch, concatenated
-from staleflow.clients.trainer.ranks import uploads
-from staleflow.clients.weights.sharded import RankUpload, ShardedWeights, Span
+from staleflow.clients.trainer.ranks.uploads import FollowerUploads, LeaderUploads, UploadChannel, WriteSpans
+from staleflow.clients.weights.sharded import RankUpload, ShardedWeights, Span, Spans
 from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import Batch, BeginPublishReply, Manifest
 
@@ -67,11 +67,14 @@ class Order(IntEnum):
     BEGIN_SAVE = 10
     """path"""
     UPLOAD = 11
-    """the server's destination, JSON"""
+    """whether to copy the weights first"""
 
 
 class OrderChannel(Protocol):
     """The communication between ranks that this module needs."""
+
+    @property
+    def uploads(self) -> UploadChannel: ...
 
     def broadcast(self, order: list[int], text: str = "") -> None: ...
 
@@ -116,6 +119,7 @@ class Leader:
         """The next part starts a step."""
         self._idle = True
         """False during an operation, in which the other ranks cannot receive an order."""
+        self.uploads = LeaderUploads(ranks.uploads)
 
     def check(self, directory: Path) -> None:
         """Check on behalf of all ranks, as a complete checkpoint has the files of every rank."""
@@ -178,15 +182,10 @@ class Leader:
         with self._operation(Order.GATHER):
             yield from published.items()
 
-    def begin_upload(self, to: BeginPublishReply) -> None:
-        """Order the other ranks to upload their spans; ``end_upload`` waits for them."""
-        self._announce(Order.UPLOAD, text=uploads.encode_destination(to))
-
-    def end_upload(self, own: RankUpload) -> list[RankUpload]:
-        """Return the outcome of every rank, once none writes any more."""
-        every = uploads.collect(self._ranks, own)
-        self._idle = True
-        return every
+    def start_uploads(self, own: ShardedWeights, *, copy: bool) -> Spans | None:
+        """Have every rank take part in the uploads of a version; ``uploads.end`` releases them."""
+        with self._operation(Order.UPLOAD, int(copy)):
+            return self.uploads.start(own, copy=copy)
 
     def save(self, directory: Path) -> None:
         with self._operation(Order.SAVE, text=str(directory.absolute())):
@@ -217,7 +216,7 @@ class Leader:
 
     def close(self) -> None:
         """Release the others. During an operation they detect the end of this process by themselves."""
-        if self._idle:
+        if self._idle and not self.uploads.active:
             self._announce(Order.END)
             self._backend.close()
             self._ranks.close()
@@ -254,11 +253,17 @@ class _LedWeights:
     def spans(self) -> Iterator[Span]:
         return self._own.spans()
 
-    def begin_upload(self, to: BeginPublishReply) -> None:
-        self._leader.begin_upload(to)
+    def start_uploads(self, *, copy: bool) -> Spans | None:
+        return self._leader.start_uploads(self._own, copy=copy)
 
-    def end_upload(self, own: RankUpload) -> list[RankUpload]:
-        return self._leader.end_upload(own)
+    def send_destination(self, to: BeginPublishReply) -> None:
+        self._leader.uploads.send(to)
+
+    def collect(self, own: RankUpload) -> list[RankUpload]:
+        return self._leader.uploads.collect(own)
+
+    def end_uploads(self) -> None:
+        self._leader.uploads.end()
 
 
 class Batches(Protocol):
@@ -353,7 +358,7 @@ def follow(
     ranks: OrderChannel,
     batches: Batches,
     stopping: Stopping,
-    write_spans: uploads.WriteSpans,
+    write_spans: WriteSpans,
 ) -> None:
     """Execute the orders of rank 0 until it releases this rank. ``write_spans`` uploads this rank's weights.
 
@@ -361,6 +366,7 @@ def follow(
     """
     batch: TrainBatch | None = None
     parts, writer = _FollowerStep(backend, ranks, batches), _FollowerWriter(ranks)
+    uploads = FollowerUploads(ranks.uploads, write_spans)
     while True:
         (kind, first, second, *_), text = ranks.receive()
         try:
@@ -384,8 +390,7 @@ def follow(
                 case Order.GATHER:
                     backend.gather()
                 case Order.UPLOAD:
-                    to = uploads.decode_destination(text)
-                    uploads.report(ranks, write_spans(to, backend.sharded_weights()))
+                    uploads.take_part(backend.sharded_weights(), copy=bool(first))
                 case Order.SAVE:
                     backend.save(Path(text))
                     ranks.barrier()
@@ -395,6 +400,7 @@ def follow(
                     backend.evaluate(Version(first), stopping)
                 case Order.END:
                     writer.wait()
+                    uploads.wait()
                     backend.close()
                     ranks.close()
                     return

@@ -13,7 +13,7 @@ from staleflow.clients.trainer.backends.base import Array, OutOfMemory, Publishe
 from staleflow.clients.trainer.data.batch import TrainBatch, assemble
 from staleflow.clients.trainer.data.micro_batches import MicroBatch, concatenated
 from staleflow.clients.trainer.ranks.leader import Leader, Order, follow
-from staleflow.clients.weights.sharded import RankUpload, ShardedWeights
+from staleflow.clients.weights.sharded import RankUpload, Spans
 from staleflow.protocols.consistency.ids import BatchId, Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import Batch, BeginPublishReply
 from tests.clients.trainer.making import batch, header, members
@@ -37,9 +37,25 @@ class Room:
         return said
 
 
+class Bytes:
+    """The channel of uploads."""
+
+    def __init__(self, room: Room, rank: int) -> None:
+        self._room, self._rank = room, rank
+
+    def broadcast(self, data: bytes) -> bytes:
+        sent: bytes = self._room.exchange(self._rank, data)[0]
+        return sent
+
+    def gather(self, data: bytes) -> list[bytes]:
+        sent = self._room.exchange(self._rank, data)
+        return [sent[0], sent[1]]
+
+
 class Ranks:
-    def __init__(self, room: Room, rank: int, writers: Room | None = None) -> None:
+    def __init__(self, room: Room, rank: int, writers: Room | None = None, uploads: Room | None = None) -> None:
         self._room, self._rank, self._writers = room, rank, writers or Room()
+        self.uploads = Bytes(uploads or Room(), rank)
         self.closed = False
 
     def broadcast(self, order: list[int], text: str = "") -> None:
@@ -154,7 +170,7 @@ class Fed:
             raise Stopped from None
 
 
-def nothing_written(to: BeginPublishReply, weights: ShardedWeights) -> RankUpload:
+def nothing_written(to: BeginPublishReply, spans: Spans) -> RankUpload:
     """Upload nothing: these ranks have no server."""
     return RankUpload()
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from staleflow.clients.trainer.ranks.leader import Leader, RankBackend, follow
-from staleflow.clients.weights import Publisher, Puller, local_upload, publish
-from staleflow.clients.weights.sharded import RankUpload, ShardedWeights, Span
+from staleflow.clients.weights import Publisher, Puller, local_upload, publish, span_copies
+from staleflow.clients.weights.sharded import RankUpload, Span, Spans
 from staleflow.clients.weights.tensors import NamedTensors, tensor_of
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
@@ -58,10 +58,14 @@ class Near(Publisher):
     def __init__(self, run: Run, name: str) -> None:
         super().__init__(run.where.parameters, worker=WorkerId(name))
         self.uploads: list[int] = []
+        self.open = asyncio.Event()
+        """Set unless the test delays the writes of this rank."""
+        self.open.set()
         run.clients.append(self)
 
-    async def write_spans(self, to: BeginPublishReply, weights: ShardedWeights) -> RankUpload:
+    async def write_spans(self, to: BeginPublishReply, weights: Spans) -> RankUpload:
         self.uploads.append(to.upload)
+        await self.open.wait()
         return await super().write_spans(msgspec.structs.replace(to, host=self.host or to.host), weights)
 
 
@@ -90,23 +94,37 @@ class Team:
         trainer.publisher = self.publishers[0]
         self._trainer = trainer
         self._loop = asyncio.get_running_loop()
-        self._rooms = Room(LIMIT_S), Room(LIMIT_S)
+        self._rooms = Room(LIMIT_S), Room(LIMIT_S), Room(LIMIT_S)
         self.backends = Backend(Rows({})), Backend(Rows({}))
         term = TrainerTerm(trainer.joined.trainer_term)
-        self._leader = Leader(self._backend(0), self._ranks(0), lambda: (term, Version(0)))
+        self.leader = Leader(self._backend(0), self._ranks(0), lambda: (term, Version(0)))
         self.thread = threading.Thread(target=self._follow, daemon=True)
         self.thread.start()
 
     async def publish(
-        self, weights: NamedTensors, version: int = 0, batch: BatchId | None = None, second: Rows | None = None
+        self,
+        weights: NamedTensors,
+        version: int = 0,
+        batch: BatchId | None = None,
+        *,
+        second: Rows | None = None,
+        released: Callable[[], None] | None = None,
     ) -> RegisterVersionReply:
         self.backends[0].rows = Rows(weights, 0, 2)
         self.backends[1].rows = second or Rows(weights, 1, 2)
-        return await self._trainer.publish(version, self._leader.weights(), batch)
+        joined = self._trainer.joined
+        return await self.publishers[0].publish(
+            self.leader.weights(),
+            trainer_term=joined.trainer_term,
+            lineage=joined.lineage,
+            version=Version(version),
+            batch=batch,
+            released=released,
+        )
 
     async def close(self) -> None:
         """Release the second rank, which ends its thread."""
-        await asyncio.to_thread(self._leader.close)
+        await asyncio.to_thread(self.leader.close)
         await asyncio.to_thread(self.thread.join, LIMIT_S)
         assert not self.thread.is_alive()
 
@@ -114,12 +132,12 @@ class Team:
         return cast("RankBackend", self.backends[rank])
 
     def _ranks(self, rank: int) -> Ranks:
-        return Ranks(self._rooms[0], rank, self._rooms[1])
+        return Ranks(self._rooms[0], rank, *self._rooms[1:])
 
     def _follow(self) -> None:
         follow(self._backend(1), self._ranks(1), Fed(), lambda: False, self._write_spans)
 
-    def _write_spans(self, to: BeginPublishReply, weights: ShardedWeights) -> RankUpload:
+    def _write_spans(self, to: BeginPublishReply, weights: Spans) -> RankUpload:
         writing = self.publishers[1].write_spans(to, weights)
         return asyncio.run_coroutine_threadsafe(writing, self._loop).result(LIMIT_S)
 
@@ -224,6 +242,57 @@ async def test_a_rank_of_a_replaced_trainer_changes_no_visible_version(run: Run,
         await check_readable(run, 0, made(1))
         assert files(run) == {"0-0.bin", "0-0.json"}
         assert (run.run_dir / "parameters/0-0.bin").stat().st_ino != inode, "no upload is recycled"
+    await team.close()
+
+
+async def test_the_weights_change_while_the_ranks_upload_copies_and_the_next_version_is_another(run: Run) -> None:
+    team, weights, released = Team(run, trainer := await run.trainer()), made(0), asyncio.Event()
+    for publisher in team.publishers:
+        publisher.open.clear()
+    publishing = asyncio.ensure_future(team.publish(weights, released=released.set))
+    async with asyncio.timeout(LIMIT_S):
+        await released.wait()
+    await asyncio.to_thread(team.leader.save, Path("6"))
+    assert ("save", "6") in team.backends[1].calls, "the second rank executes orders meanwhile"
+    assert not publishing.done()
+    for array in weights.values():
+        array[...] = 0
+    for publisher in team.publishers:
+        publisher.open.set()
+    await publishing
+    await check_readable(run, 0, made(0))
+    released.clear()
+    async with produced(run):
+        await team.publish(made(1), 1, (await trainer.next_batch(0)).batch, released=released.set)
+    assert released.is_set()
+    await check_readable(run, 1, made(1))
+    await team.close()
+
+
+async def test_without_room_for_copies_the_weights_are_released_at_the_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(span_copies, "available", int)
+    team, released = Team(run, await run.trainer()), asyncio.Event()
+    await team.publish(made(0), released=released.set)
+    assert not released.is_set()
+    assert caplog.text.count("training waits for each version") == 2
+    await check_readable(run, 0, made(0))
+    await team.close()
+
+
+async def test_any_other_error_of_a_rank_ends_the_publish_and_names_the_rank(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team = Team(run, await run.trainer())
+
+    async def fails(*_: object) -> RankUpload:
+        raise KeyError("lm_head")
+
+    monkeypatch.setattr(team.publishers[1], "write_spans", fails)
+    with pytest.raises(RuntimeError, match=r"rank 1: KeyError\('lm_head'\)"):
+        await team.publish(made(0))
+    assert await versions(run) == {}
     await team.close()
 
 
