@@ -88,6 +88,16 @@ class ParameterTarget:
         data = bytes([version % 256]) * 400
         return data, lay_out([("w", "float32", (100,), digest(data))])
 
+    def _spans(self, data: bytes) -> messages.CommitPublish:
+        """A commit of the same bytes by two ranks."""
+        spans = [
+            messages.WrittenSpan(offset=start, nbytes=200, digest=digest(data[start : start + 200]))
+            for start in (0, 200)
+        ]
+        return messages.CommitPublish(
+            upload=self._upload, manifest=lay_out([("w", "float32", (100,), "")]), spans=spans
+        )
+
     def _odd(self) -> messages.Manifest:
         """A self-consistent manifest that announces no bytes, or more bytes than any disk has."""
         shapes = [(), (0,), (0, 2**62), (1,) * 70, (2**20, 2**20), (2**40,), (2**21, 2**21)]
@@ -124,6 +134,7 @@ class ParameterTarget:
             Said(TRAINER, messages.PublishChunk(upload=self._upload, offset=0), [data]),
             Said(TRAINER, messages.PublishChunk(upload=self._upload, offset=200), [data[:200]]),
             Said(TRAINER, messages.CommitPublish(upload=self._upload, manifest=manifest)),
+            Said(TRAINER, self._spans(data)),
             Said(TRAINER, self._begin_publish(self._odd())),
             Said("x", messages.GetStatus()),
         ]

@@ -28,6 +28,7 @@ from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.micro_batches import MicroBatch, MicroBatchStream
 from staleflow.clients.trainer.data.prefetch import BatchStream, Drained
 from staleflow.clients.weights import Publisher, external
+from staleflow.clients.weights.sharded import RankUpload, Spans
 from staleflow.configs.errors import ConfigError
 from staleflow.net.client import Client, worker_id
 from staleflow.net.errors import Refused, Unavailable
@@ -40,6 +41,7 @@ from staleflow.protocols.wire.messages import (
     Attach,
     AttachReply,
     Batch,
+    BeginPublishReply,
     Detach,
     Done,
     Finished,
@@ -368,6 +370,12 @@ class TrainerClient:
         ``publish_initial(external(digest))``. Only engines of the user can load such a version.
         """
         return self.commit(external(digest))
+
+    def write_spans(self, to: BeginPublishReply, weights: Spans) -> RankUpload:
+        """Upload this rank's part of a version that rank 0 has begun, and return what to report to it. Thread-safe."""
+        assert self._publisher is not None
+        writing = self._publisher.write_spans(to, weights)
+        return self._wait(writing, grace_s=COMMIT_TIMEOUT_S, late=self._not_in_time)
 
     def checkpointed(self, lineage: Lineage, version: Version, *, keep: int = 1) -> Version | None:
         """Register a checkpoint: the trainer can resume from it, and from the ``keep`` - 1 registered before it.

@@ -191,7 +191,7 @@ def _follow(config: Config, run_dir: Path, client: TrainerClient, stopping: thre
     client.model = backend.limits
     client.attach()
     batches = FollowerBatches(client, config.trainer.steps, streaming=config.trainer.streaming)
-    follow(backend, ranks, batches, stopping.is_set)
+    follow(backend, ranks, batches, stopping.is_set, client.write_spans)
 
 
 def _torch_backend(config: Config, run_dir: Path, ranks: "OneRank | ManyRanks") -> "TorchTrainer":

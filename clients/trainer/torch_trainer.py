@@ -35,10 +35,10 @@ from staleflow.clients.trainer.backends.base import (
 )
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.flops import FlopsMeter
-from staleflow.clients.trainer.backends.learner import Learner, make_learner
+from staleflow.clients.trainer.backends.learner import Learner, ShardedLearner, make_learner
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, open_model
-from staleflow.clients.trainer.backends.tensors import StreamedWeights, named, to_arrays
+from staleflow.clients.trainer.backends.tensors import ModelShards, named, to_arrays
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.evaluation.held_out import Evaluation
 from staleflow.clients.trainer.evaluation.sharded import accompany, lead
@@ -182,7 +182,12 @@ class TorchTrainer:
         """
         if self.learner.whole:
             return to_arrays(published(self.learner.model))
-        return StreamedWeights(self.learner.tensors)
+        return self.sharded_weights()
+
+    def sharded_weights(self) -> ModelShards:
+        """Return this rank's view of ``weights``, if the model is sharded."""
+        assert isinstance(self.learner, ShardedLearner)
+        return ModelShards(self.learner.tensors, self.learner.shards)
 
     def gather(self) -> None:
         """Take part in an iteration over ``weights`` on rank 0."""

@@ -10,19 +10,20 @@
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 
-from staleflow.clients.weights.chunks import pieces
+from staleflow.clients.weights.chunks import pieces, split
 from staleflow.clients.weights.mmap_cache import KeptMaps
+from staleflow.clients.weights.sharded import Span, Spans
 from staleflow.clients.weights.tensors import NamedTensors, in_memory, tensor_of
 from staleflow.process.host import boot_id, file_system
 from staleflow.protocols.wire.manifest import Digest
-from staleflow.protocols.wire.messages import BeginPublishReply, Manifest, TensorEntry
+from staleflow.protocols.wire.messages import BeginPublishReply, Manifest, TensorEntry, WrittenSpan
 from staleflow.protocols.wire.tensors import Array
 
 PIECE_BYTES = 2 << 20
@@ -38,6 +39,7 @@ a map (SIGBUS), where ``pwrite`` returns an error.
 NUM_PROBES = 64
 """Number of places of a file that are probed for being in the page cache."""
 
+T = TypeVar("T")
 Put = Callable[[int, memoryview], None]
 """Function that writes bytes at an offset of the file."""
 
@@ -57,6 +59,14 @@ class ServerFiles:
 
         Return None if the file cannot be accessed, or the publish is ``given_up``.
         """
+        return self._open_and_write(to, given_up, lambda put: _write(put, places, weights))
+
+    def write_spans(self, to: BeginPublishReply, weights: Spans, given_up: threading.Event) -> list[WrittenSpan] | None:
+        """Write this rank's part of the weights as ``write`` does, and return its spans with their digests."""
+        return self._open_and_write(to, given_up, lambda put: _write_spans(put, weights.spans()))
+
+    def _open_and_write(self, to: BeginPublishReply, given_up: threading.Event, write: Callable[[Put], T]) -> T | None:
+        """Return the result of ``write``, which writes all of this process's bytes; None as in ``self.write``."""
         if to.host != boot_id():
             return None
         # An abandoned publish may still be writing in its thread; wait for it to notice that it was given up.
@@ -66,13 +76,13 @@ class ServerFiles:
             except OSError:
                 return None
             try:
-                return self._write(descriptor, places, weights, given_up)
+                return self._write(descriptor, given_up, write)
             except _GivenUp:
                 return None
             finally:
                 os.close(descriptor)
 
-    def _write(self, descriptor: int, places: Manifest, weights: NamedTensors, given_up: threading.Event) -> list[str]:
+    def _write(self, descriptor: int, given_up: threading.Event, write: Callable[[Put], T]) -> T:
         status = os.fstat(descriptor)
         into = self._into(descriptor, status)
 
@@ -81,10 +91,10 @@ class ServerFiles:
                 raise _GivenUp
             into(offset, data)
 
-        digests = _write(put, places, weights)
+        written = write(put)
         with suppress(OSError):
             self._maps.keep(status, lambda: os.dup(descriptor))
-        return digests
+        return written
 
     def forget_deleted(self) -> None:
         """Drop deleted files: their maps keep the disk space in use."""
@@ -149,9 +159,22 @@ def _write_at_once(put: Put, places: Manifest, weights: Mapping[str, Array]) -> 
         return [writing[entry.name].result() for entry in places.tensors]
 
 
+def _write_spans(put: Put, spans: Iterable[Span]) -> list[WrittenSpan]:
+    written: list[WrittenSpan] = []
+    for offset, data in spans:
+        digest = _write_pieces(put, split(offset, data, PIECE_BYTES))
+        written.append(WrittenSpan(offset=offset, nbytes=data.nbytes, digest=digest))
+    return written
+
+
 def _write_tensor(put: Put, entry: TensorEntry, name: str, array: Array) -> str:
+    return _write_pieces(put, pieces(entry, tensor_of(name, array), PIECE_BYTES))
+
+
+def _write_pieces(put: Put, pieces: Iterable[tuple[int, memoryview]]) -> str:
+    """Write the pieces and return the digest of all of them, each read once."""
     digest = Digest()
-    for offset, data in pieces(entry, tensor_of(name, array), PIECE_BYTES):
+    for offset, data in pieces:
         digest.update(data)
         put(offset, data)
     return digest.hex()

@@ -3,10 +3,12 @@
 import asyncio
 import logging
 import threading
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from staleflow.clients.weights import chunks
 from staleflow.clients.weights.local_upload import ServerFiles
+from staleflow.clients.weights.sharded import LedWeights, RankUpload, Spans, all_spans
 from staleflow.clients.weights.tensors import NamedTensors, in_memory, layout, with_digests
 from staleflow.net.adaptive_chunks import AdaptiveChunk
 from staleflow.net.client import Client
@@ -56,6 +58,8 @@ class Publisher:
         self._places: Manifest | None = None
         """Layout of the last weights. Cached, because asking gathered weights for their shapes costs as much as for
         their bytes."""
+        self._forgetting: asyncio.Task[None] | None = None
+        """Drops deleted files of a rank that writes spans. Only rank 0 knows when the server waits for their room."""
 
     async def publish(
         self,
@@ -65,40 +69,81 @@ class Publisher:
         lineage: Lineage,
         version: Version,
         batch: BatchId | None,
+        released: Callable[[], None] | None = None,
     ) -> RegisterVersionReply:
         """Publish a version; return once it is durable and registered. Waits for a server that is away; ``Refused`` is
         final.
 
         uint16 arrays are the bits of bfloat16. The arrays must not change before the end. They are iterated once, and
         once more for each upload that has to be repeated; the first ones of this connection twice, since every version
-        is expected to have their names, dtypes and shapes. Raise ``ValueError`` if it has others.
+        is expected to have their names, dtypes and shapes. Raise ``ValueError`` if it has others. ``LedWeights`` are
+        not iterated, unless readers get them from this process: every rank uploads its own part.
+
+        ``released`` is called as soon as the weights may change, if that is before the end. ``LedWeights`` are copied
+        for it, each rank's part by the rank itself, if main memory has room.
         """
         if (source := self._opened_source()) is not None:
             weights = await asyncio.to_thread(source.hold, weights, lineage, version)
+            if released is not None:
+                released()
+
+        def announced(nbytes: int) -> BeginPublish:
+            return BeginPublish(trainer_term=trainer_term, lineage=lineage, version=version, batch=batch, nbytes=nbytes)
+
+        if isinstance(weights, LedWeights):
+            return await self._publish_by_ranks(announced, weights, released)
         if self._places is None or in_memory(weights):
             self._places = await asyncio.to_thread(layout, weights)
-        places = self._places
-        begin = BeginPublish(
-            trainer_term=trainer_term, lineage=lineage, version=version, batch=batch, nbytes=places.nbytes
-        )
-        tries, direct = 0, "" if source is None else source.endpoint
-        nbytes = sum(entry.nbytes for entry in places.tensors)
-        while True:
-            arrived = ByteCounter()
-            try:
-                return await self._upload(begin, places, weights, direct, arrived)
-            except ValueError:
-                self._places = None
+        places, begin = self._places, announced(self._places.nbytes)
+        direct = "" if source is None else source.endpoint
+        try:
+            return await _repeated(places, lambda arrived: self._upload(begin, places, weights, direct, arrived))
+        except ValueError:
+            self._places = None
+            raise
+
+    async def _publish_by_ranks(
+        self,
+        announced: Callable[[int], BeginPublish],
+        weights: LedWeights,
+        released: Callable[[], None] | None,
+    ) -> RegisterVersionReply:
+        places = await asyncio.to_thread(weights.layout)
+        begin = announced(places.nbytes)
+        copies = await asyncio.to_thread(weights.start_uploads, copy=released is not None)
+        if copies is not None and released is not None:
+            released()
+        own: Spans = weights if copies is None else copies
+        try:
+            reply = await _repeated(places, lambda arrived: self._upload_by_ranks(begin, places, weights, own, arrived))
+        except Exception:
+            await asyncio.to_thread(weights.end_uploads)
+            raise
+        await asyncio.to_thread(weights.end_uploads)
+        return reply
+
+    async def write_spans(self, to: BeginPublishReply, weights: Spans) -> RankUpload:
+        """Upload this rank's part of a version that rank 0 has begun.
+
+        A refusal by the server, or a disk without room, is returned: every rank must report to rank 0.
+        """
+        if self._forgetting is None:
+            self._forgetting = asyncio.ensure_future(self._forget_deleted_files())
+        given_up, arrived = threading.Event(), ByteCounter()
+        try:
+            spans = await asyncio.to_thread(self._files.write_spans, to, weights, given_up)
+            if spans is None:
+                spans = await chunks.send_spans(self._client, to.upload, weights.spans(), self._portion, arrived)
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
+        except Refused as refusal:
+            return RankUpload(arrived=arrived.nbytes, code=refusal.code, detail=refusal.detail)
+        except OSError as error:
+            if state_of(error) is None:
                 raise
-            except Refused as refusal:
-                tries += not 0 < arrived.nbytes < nbytes
-                if refusal.code is not Code.STALE or tries == TRIES:
-                    raise
-            except OSError as error:  # a file system may reserve room and still run out of it
-                if state_of(error) is None:
-                    raise
-                log.warning("no room: %s", error)
-                await asyncio.sleep(FULL_RETRY_INTERVAL_S)
+            return RankUpload(arrived=arrived.nbytes, errno=error.errno or 0, detail=error.strerror or "")
+        return RankUpload(spans=spans, arrived=arrived.nbytes)
 
     async def damaged(self, lineage: Lineage, version: Version) -> bool:
         """Return True if the server has lost a published version, or found its bytes damaged."""
@@ -108,6 +153,8 @@ class Publisher:
         """Close the connection. Idempotent."""
         if self._source is not None:
             self._source.close()
+        if self._forgetting is not None:
+            self._forgetting.cancel()
         self._files.close()
         self._client.close()
 
@@ -128,21 +175,32 @@ class Publisher:
         commit = CommitPublish(upload=to.upload, manifest=manifest, in_place=in_place, direct=direct)
         return await self._client.ask(commit, RegisterVersionReply, timeout_s=None)
 
+    async def _upload_by_ranks(
+        self, begin: BeginPublish, places: Manifest, weights: LedWeights, own: Spans, arrived: ByteCounter
+    ) -> RegisterVersionReply:
+        to = await self._begin(begin)
+        await asyncio.to_thread(weights.send_destination, to)
+        uploads = await asyncio.to_thread(weights.collect, await self.write_spans(to, own))
+        for upload in uploads:
+            arrived(0, upload.arrived)
+        commit = CommitPublish(upload=to.upload, manifest=places, spans=all_spans(uploads))
+        return await self._client.ask(commit, RegisterVersionReply, timeout_s=None)
+
     async def _begin(self, begin: BeginPublish) -> BeginPublishReply:
         """Begin the upload, once there is room. Meanwhile, drop maps of deleted files: they would keep the room in
         use."""
         await asyncio.to_thread(self._files.forget_deleted)
-
-        async def forgetting() -> None:
-            while True:
-                await asyncio.sleep(POLL_INTERVAL_S)
-                await asyncio.to_thread(self._files.forget_deleted)
-
-        meanwhile = asyncio.ensure_future(forgetting())
+        meanwhile = asyncio.ensure_future(self._forget_deleted_files())
         try:
             return await self._client.ask(begin, BeginPublishReply, timeout_s=None)
         finally:
             meanwhile.cancel()
+
+    async def _forget_deleted_files(self) -> None:
+        """Drop deleted files until cancelled."""
+        while True:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            await asyncio.to_thread(self._files.forget_deleted)
 
     def _opened_source(self) -> "DirectSource | None":
         """Return the source of direct transfers, if enabled; open it at the first version."""
@@ -151,6 +209,26 @@ class Publisher:
 
             self._source = DirectSource(self._direct)
         return self._source
+
+
+async def _repeated(
+    places: Manifest, upload: Callable[[ByteCounter], Awaitable[RegisterVersionReply]]
+) -> RegisterVersionReply:
+    """Upload until the version is registered. Raise the last refusal after ``TRIES`` of which nothing arrived."""
+    tries, nbytes = 0, sum(entry.nbytes for entry in places.tensors)
+    while True:
+        arrived = ByteCounter()
+        try:
+            return await upload(arrived)
+        except Refused as refusal:
+            tries += not 0 < arrived.nbytes < nbytes
+            if refusal.code is not Code.STALE or tries == TRIES:
+                raise
+        except OSError as error:  # a file system may reserve room and still run out of it
+            if state_of(error) is None:
+                raise
+            log.warning("no room: %s", error)
+            await asyncio.sleep(FULL_RETRY_INTERVAL_S)
 
 
 async def damaged(server: Client, lineage: Lineage, version: Version) -> bool:

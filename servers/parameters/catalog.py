@@ -8,7 +8,10 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
+
+import msgspec
 
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
@@ -22,9 +25,11 @@ from staleflow.protocols.wire.messages import (
     RegisterVersionReply,
     RetainedVersions,
     SchedulerStatus,
+    WrittenSpan,
 )
 from staleflow.protocols.wire.messages.status import PublishedVersion
 from staleflow.servers.parameters.pins import Pins
+from staleflow.servers.parameters.spans import digested
 from staleflow.servers.parameters.turns import FullChecks
 from staleflow.servers.parameters.versions import (
     About,
@@ -177,6 +182,21 @@ class Catalog:
         status = await self._scheduler.ask(GetStatus(), SchedulerStatus, timeout_s=None)
         if term > status.trainer_term:
             raise Refused(Code.DENIED, f"unknown trainer term: {term}; the newest one is {status.trainer_term}")
+
+    async def digested(self, staged: Staged, about: About, tiles: Sequence[Sequence[WrittenSpan]]) -> About:
+        """Return the description of a version that ranks wrote in spans, with the digests of its tensors.
+
+        Raise ``Refused`` with ``STALE`` if the bytes of a span are not those of its digest; all must be written again.
+        """
+        try:
+            manifest = await asyncio.to_thread(digested, staged.path, about.manifest, tiles)
+        except CorruptVersion as error:
+            log.error("publish rejected: %s", error)
+            await asyncio.to_thread(self._versions.discard, staged)
+            raise Refused(Code.STALE, f"{error}; begin again") from error
+        except Scarce as error:
+            raise Refused(Code.BUSY, str(error)) from error
+        return msgspec.structs.replace(about, manifest=manifest)
 
     async def keep(self, staged: Staged, about: About, *, in_place: bool) -> None:
         """Store a version durably. Raise ``Refused`` with ``STALE`` if its bytes do not match the manifest; they

@@ -41,7 +41,9 @@ from staleflow.protocols.wire.messages import (
     RegisterVersionReply,
     Sources,
     Unpin,
+    WrittenSpan,
 )
+from staleflow.protocols.wire.spans import by_tensor
 from staleflow.servers.parameters import turns
 from staleflow.servers.parameters.catalog import Catalog
 from staleflow.servers.parameters.deltas import Deltas
@@ -151,7 +153,7 @@ class ParameterService(Service):
         return BeginPublishReply(upload=upload.number, path=str(upload.staged.path.resolve()), host=boot_id())
 
     async def _write(self, call: Call, ask: PublishChunk) -> Done:
-        upload = self._uploads.find(ask.upload)
+        upload = self._uploads.find(ask.upload, call.peer)
         if upload.committing is not None:
             raise Refused(Code.STALE, f"upload {ask.upload} is already committed")
         if len(call.frames) != 1:
@@ -174,12 +176,13 @@ class ParameterService(Service):
         check(ask.manifest)
         if ask.direct:
             _check_endpoint(ask.direct)
-        upload = self._uploads.find(ask.upload)
-        about = upload.commit(ask.manifest)
+        tiles = None if ask.spans is None else by_tensor(ask.manifest, ask.spans)
+        upload = self._uploads.find(ask.upload, call.peer)
+        about = upload.commit(ask.manifest, ask.spans)
         if ask.direct:  # before registration: readers may come as soon as the scheduler knows the version
             self._direct = Direct(about.key, ask.direct, call.peer)
         if upload.committing is None:
-            publishing = self._publish(upload, about, in_place=ask.in_place)
+            publishing = self._publish(upload, about, tiles, in_place=ask.in_place)
             upload.committing = self._tasks.start(_outcome(publishing))
         committing = upload.committing
         outcome = await asyncio.shield(committing)
@@ -190,8 +193,12 @@ class ParameterService(Service):
             raise outcome
         return outcome
 
-    async def _publish(self, upload: Upload, about: About, *, in_place: bool) -> RegisterVersionReply:
+    async def _publish(
+        self, upload: Upload, about: About, tiles: list[list[WrittenSpan]] | None, *, in_place: bool
+    ) -> RegisterVersionReply:
         async with self._catalog.publishing:
+            if tiles is not None:
+                about, in_place = await self._catalog.digested(upload.staged, about, tiles), True
             try:
                 lacked = self._catalog.lacks(about)
             except Refused as refusal:

@@ -8,12 +8,13 @@
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import TrainerTerm
-from staleflow.protocols.wire.messages import BeginPublish, Manifest, RegisterVersionReply
+from staleflow.protocols.wire.messages import BeginPublish, Manifest, RegisterVersionReply, WrittenSpan
 from staleflow.servers.parameters.versions import About, Staged, Versions
 
 MAX_REMEMBERED = 16
@@ -32,12 +33,14 @@ class Upload:
     staged: Staged
     about: About | None = None
     """Description of the version; None until it is committed."""
+    spans: Sequence[WrittenSpan] | None = None
+    """Spans of the commit, if several ranks wrote the version."""
     committing: "asyncio.Task[RegisterVersionReply] | None" = None
     left_s: float | None = None
     """Time at which its publisher was lost; None while it is connected."""
 
-    def commit(self, manifest: Manifest) -> About:
-        """Return the description of the version that ``manifest`` commits.
+    def commit(self, manifest: Manifest, spans: Sequence[WrittenSpan] | None = None) -> About:
+        """Return the description of the version that ``manifest`` commits; without digests, if it has ``spans``.
 
         Raise ``Refused`` if the manifest contradicts the announcement, or an earlier commit of this upload.
         """
@@ -52,9 +55,9 @@ class Upload:
             batch=announced.batch,
             manifest=manifest,
         )
-        if self.committing is not None and self.about != about:
+        if self.committing is not None and (self.about, self.spans) != (about, spans):
             raise Refused(Code.CONFLICT, f"upload {self.number} is already committed with another manifest")
-        self.about = about
+        self.about, self.spans = about, spans
         return about
 
 
@@ -97,15 +100,16 @@ class Uploads:
         self._uploads[number] = upload = Upload(number=number, peer=peer, announced=announced, staged=staged)
         return upload
 
-    def find(self, number: int) -> Upload:
-        """Return an upload for its publisher, which is thereby connected.
+    def find(self, number: int, peer: str) -> Upload:
+        """Return an upload for ``peer``, one of the ranks that write it. Its publisher is thereby connected.
 
         Raise ``Refused``: ``STALE`` if the upload is unknown (any more), ``FENCED`` if its trainer was replaced.
         """
         if (upload := self._uploads.get(number)) is None:
             raise Refused(Code.STALE, f"unknown upload: {number}; begin again")
         self.check_term(upload.announced.trainer_term)
-        upload.left_s = None
+        if peer == upload.peer:
+            upload.left_s = None
         return upload
 
     def check_term(self, term: TrainerTerm) -> None:

@@ -341,13 +341,23 @@ def _identity(path: Path) -> tuple[int, int, int]:
 
 
 def _verify(path: Path, manifest: Manifest) -> None:
-    if (size := _identity(path)[1]) != manifest.nbytes:
-        raise CorruptVersion(f"{path.name} has {size} bytes; its manifest requires {manifest.nbytes}")
+    with reading(path, manifest.nbytes) as descriptor:
+        _compare(descriptor, path.name, manifest)
+
+
+@contextmanager
+def reading(path: Path, nbytes: int) -> Generator[int]:
+    """Yield a descriptor of a version's file, to read all of it.
+
+    Raise ``CorruptVersion`` if it has not ``nbytes`` bytes or cannot be read, or ``Scarce``.
+    """
+    if (size := _identity(path)[1]) != nbytes:
+        raise CorruptVersion(f"{path.name} has {size} bytes; its manifest requires {nbytes}")
     try:
         with _scarce(path.name):
             descriptor = hold(path)
             try:
-                _compare(descriptor, path.name, manifest)
+                yield descriptor
             finally:
                 os.close(descriptor)
     except Scarce:
@@ -360,13 +370,13 @@ def _compare(descriptor: int, name: str, manifest: Manifest) -> None:
     buffer = memoryview(bytearray(READ_BYTES))
     for entry in manifest.tensors:
         digest = Digest()
-        for piece in _pieces(descriptor, entry.offset, entry.nbytes, buffer):
+        for piece in pieces(descriptor, entry.offset, entry.nbytes, buffer):
             digest.update(piece)
         if digest.hex() != entry.digest:
             raise CorruptVersion(f"tensor {entry.name} in {name} does not match its digest")
 
 
-def _pieces(descriptor: int, offset: int, nbytes: int, buffer: memoryview) -> Iterator[memoryview]:
+def pieces(descriptor: int, offset: int, nbytes: int, buffer: memoryview) -> Iterator[memoryview]:
     """Yield the bytes in pieces. All pieces share one buffer, so use each before the next."""
     end = offset + nbytes
     while offset < end and (count := os.preadv(descriptor, [buffer[: end - offset]], offset)):

@@ -96,6 +96,8 @@ class ManyRanks:
         self._orders: Any = dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT)
         self._writers: Any = dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT)
         """For the threads that write checkpoints: calls of two threads in one group could mix."""
+        self.uploads = ByteChannel(where)
+        """For the threads that upload a version."""
 
     def sum(self, values: Tensor) -> Tensor:
         return self._reduced(values, dist.ReduceOp.SUM)
@@ -169,6 +171,35 @@ class ManyRanks:
         else:
             dist.all_reduce(total, how)
         return total
+
+
+class ByteChannel:
+    """Bytes between the ranks, over a process group of its own. One thread of each rank may use it."""
+
+    def __init__(self, where: Place) -> None:
+        self._place = where
+        self._group: Any = dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT)
+
+    def broadcast(self, data: bytes) -> bytes:
+        """Return the bytes of rank 0 on every rank; those of the others are ignored."""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0, group=self._group)
+        raw = torch.zeros(int(size), dtype=torch.uint8)
+        if self._place.leads:
+            raw.numpy()[:] = np.frombuffer(data, np.uint8)
+        if len(raw):
+            dist.broadcast(raw, 0, group=self._group)
+        return raw.numpy().tobytes()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in the order of the ranks."""
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._place.world)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        mine = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+        mine.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
+        every = [torch.empty_like(mine) for _ in sizes]
+        dist.all_gather(every, mine, group=self._group)
+        return [one.numpy()[: int(size)].tobytes() for one, size in zip(every, sizes, strict=True)]
 
 
 def open_ranks(backend: str) -> OneRank | ManyRanks:

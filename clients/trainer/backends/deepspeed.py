@@ -27,7 +27,7 @@ from staleflow.clients.trainer.backends.lr_schedule import learning_rate
 from staleflow.clients.trainer.backends.optimizer import groups
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, distinct, layers
 from staleflow.clients.trainer.backends.snapshot import Snapshot
-from staleflow.clients.trainer.backends.tensors import named
+from staleflow.clients.trainer.backends.tensors import Shard, named
 from staleflow.configs.loading.presence import DEEPSPEED, check_package
 from staleflow.configs.schema import Config
 
@@ -140,6 +140,20 @@ class DeepspeedLearner:
             else:
                 with self._gathered([tensor]):
                     yield name, tensor.detach()
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield every tensor with this rank's partition of it (stage 3); rank 0 has what every rank has."""
+        where = self._ranks.place
+        tensor: Any
+        for name, tensor in named(self.model):
+            if hasattr(tensor, "ds_id"):
+                # Flat and of equal size on every rank: the last ones are padded, or consist of padding only.
+                partition = tensor.ds_tensor.detach().view(-1)
+                start = min(where.rank * partition.numel(), tensor.ds_numel)
+                own = partition[: tensor.ds_numel - start]
+                yield Shard(name, own.dtype, tuple(tensor.ds_shape), start, own)
+            else:
+                yield Shard(name, tensor.dtype, tuple(tensor.shape), 0, tensor.detach() if where.leads else None)
 
     def state(self) -> list[TensorFile]:
         tensors: dict[str, Tensor] = {}

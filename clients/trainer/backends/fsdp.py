@@ -6,6 +6,7 @@ bfloat16 copies of them, and gradients are reduced in float32. FSDP averages gra
 ``backward``.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from staleflow.clients.models.optimizer_files import Part, whole
 from staleflow.clients.trainer.backends.collectives import Ranks
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, distinct, layers
 from staleflow.clients.trainer.backends.single import PlainLearner
-from staleflow.clients.trainer.backends.tensors import named
+from staleflow.clients.trainer.backends.tensors import Shard, named
 from staleflow.configs.schema import Config
 
 
@@ -55,10 +56,23 @@ class FsdpLearner(PlainLearner):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named(self.model):
-            whole = tensor.detach()
-            if isinstance(tensor, nn.Parameter) and not any(f".{part}." in f".{name}." for part in self._wide):
-                whole = whole.to(self._dtype)
+            whole = tensor.detach().to(self._published_dtype(name, tensor))
             yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield every tensor with this rank's rows; rank 0 has what every rank has."""
+        where = self.ranks.place
+        for name, tensor in named(self.model):
+            dtype, shape = self._published_dtype(name, tensor), tuple(tensor.shape)
+            if isinstance(tensor, DTensor):
+                rows, own = _rows(shape[0], where.rank, where.world), tensor.to_local().detach()
+                yield Shard(name, dtype, shape, rows.start * math.prod(shape[1:]), own)
+            else:
+                yield Shard(name, dtype, shape, 0, tensor.detach() if where.leads else None)
+
+    def _published_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        wide = not isinstance(tensor, nn.Parameter) or any(f".{part}." in f".{name}." for part in self._wide)
+        return tensor.dtype if wide else self._dtype
 
     def parts(self) -> Iterator[Part]:
         """Yield this rank's shards; rank 0 yields what every rank has."""

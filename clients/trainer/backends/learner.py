@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from staleflow.clients.models.optimizer_files import TensorFile
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles
 from staleflow.clients.trainer.backends.snapshot import Snapshot
+from staleflow.clients.trainer.backends.tensors import Shard
 from staleflow.configs.schema import Config
 
 
@@ -66,6 +67,15 @@ class Learner(Protocol):
 
     def close(self) -> None:
         """Release the model, so that only the owner of this learner references it. Call it on every rank."""
+        ...
+
+
+@runtime_checkable
+class ShardedLearner(Learner, Protocol):
+    """A learner whose ranks have a part of the model each."""
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield every tensor as ``tensors`` does, but with this rank's part of it only. No communication."""
         ...
 
 

@@ -30,8 +30,10 @@ from staleflow.clients.trainer.backends.base import (
 )
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.micro_batches import MicroBatch, concatenated
+from staleflow.clients.trainer.ranks.uploads import FollowerUploads, LeaderUploads, UploadChannel, WriteSpans
+from staleflow.clients.weights.sharded import RankUpload, ShardedWeights, Span, Spans
 from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
-from staleflow.protocols.wire.messages import Batch
+from staleflow.protocols.wire.messages import Batch, BeginPublishReply, Manifest
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +66,15 @@ class Order(IntEnum):
     """a header without groups, JSON"""
     BEGIN_SAVE = 10
     """path"""
+    UPLOAD = 11
+    """whether to copy the weights first"""
 
 
 class OrderChannel(Protocol):
     """The communication between ranks that this module needs."""
+
+    @property
+    def uploads(self) -> UploadChannel: ...
 
     def broadcast(self, order: list[int], text: str = "") -> None: ...
 
@@ -89,6 +96,10 @@ class RankBackend(StreamingBackend, AsyncBackend, Protocol):
         """Take part in an iteration over rank 0's ``weights``."""
         ...
 
+    def sharded_weights(self) -> ShardedWeights:
+        """Return this rank's view of ``weights``, if they need every rank."""
+        ...
+
     @property
     def together(self) -> bool:
         """True if weights and evaluation need every rank."""
@@ -108,6 +119,7 @@ class Leader:
         """The next part starts a step."""
         self._idle = True
         """False during an operation, in which the other ranks cannot receive an order."""
+        self.uploads = LeaderUploads(ranks.uploads)
 
     def check(self, directory: Path) -> None:
         """Check on behalf of all ranks, as a complete checkpoint has the files of every rank."""
@@ -163,13 +175,17 @@ class Leader:
             return self._backend.finish(batch, step)
 
     def weights(self) -> Published:
-        published = self._backend.weights()
-        return _GatheredWeights(self, published) if self._backend.together else published
+        return _LedWeights(self, self._backend.sharded_weights()) if self._backend.together else self._backend.weights()
 
     def each(self, published: Published) -> Iterator[tuple[str, Array]]:
         """Iterate over weights of which every rank has a part."""
         with self._operation(Order.GATHER):
             yield from published.items()
+
+    def start_uploads(self, own: ShardedWeights, *, copy: bool) -> Spans | None:
+        """Have every rank take part in the uploads of a version; ``uploads.end`` releases them."""
+        with self._operation(Order.UPLOAD, int(copy)):
+            return self.uploads.start(own, copy=copy)
 
     def save(self, directory: Path) -> None:
         with self._operation(Order.SAVE, text=str(directory.absolute())):
@@ -200,7 +216,7 @@ class Leader:
 
     def close(self) -> None:
         """Release the others. During an operation they detect the end of this process by themselves."""
-        if self._idle:
+        if self._idle and not self.uploads.active:
             self._announce(Order.END)
             self._backend.close()
             self._ranks.close()
@@ -221,15 +237,33 @@ class Leader:
         self._idle = True
 
 
-class _GatheredWeights:
-    """Weights of all ranks; each iteration is announced to them."""
+class _LedWeights:
+    """Weights of all ranks (``LedWeights``); each iteration and each upload is announced to them."""
 
-    def __init__(self, leader: Leader, published: Published) -> None:
+    def __init__(self, leader: Leader, own: ShardedWeights) -> None:
         self._leader = leader
-        self._published = published
+        self._own = own
 
     def items(self) -> Iterable[tuple[str, Array]]:
-        return self._leader.each(self._published)
+        return self._leader.each(self._own)
+
+    def layout(self) -> Manifest:
+        return self._own.layout()
+
+    def spans(self) -> Iterator[Span]:
+        return self._own.spans()
+
+    def start_uploads(self, *, copy: bool) -> Spans | None:
+        return self._leader.start_uploads(self._own, copy=copy)
+
+    def send_destination(self, to: BeginPublishReply) -> None:
+        self._leader.uploads.send(to)
+
+    def collect(self, own: RankUpload) -> list[RankUpload]:
+        return self._leader.uploads.collect(own)
+
+    def end_uploads(self) -> None:
+        self._leader.uploads.end()
 
 
 class Batches(Protocol):
@@ -319,13 +353,20 @@ class _FollowerWriter:
             self._ranks.written(True)
 
 
-def follow(backend: RankBackend, ranks: OrderChannel, batches: Batches, stopping: Stopping) -> None:
-    """Execute the orders of rank 0 until it releases this rank.
+def follow(
+    backend: RankBackend,
+    ranks: OrderChannel,
+    batches: Batches,
+    stopping: Stopping,
+    write_spans: WriteSpans,
+) -> None:
+    """Execute the orders of rank 0 until it releases this rank. ``write_spans`` uploads this rank's weights.
 
     Raise ``OutOfMemory`` after reporting it to the run: rank 0 cannot, as it may wait for this rank within a pass.
     """
     batch: TrainBatch | None = None
     parts, writer = _FollowerStep(backend, ranks, batches), _FollowerWriter(ranks)
+    uploads = FollowerUploads(ranks.uploads, write_spans)
     while True:
         (kind, first, second, *_), text = ranks.receive()
         try:
@@ -348,6 +389,8 @@ def follow(backend: RankBackend, ranks: OrderChannel, batches: Batches, stopping
                     parts.finish(_decode(text))
                 case Order.GATHER:
                     backend.gather()
+                case Order.UPLOAD:
+                    uploads.take_part(backend.sharded_weights(), copy=bool(first))
                 case Order.SAVE:
                     backend.save(Path(text))
                     ranks.barrier()
@@ -357,6 +400,7 @@ def follow(backend: RankBackend, ranks: OrderChannel, batches: Batches, stopping
                     backend.evaluate(Version(first), stopping)
                 case Order.END:
                     writer.wait()
+                    uploads.wait()
                     backend.close()
                     ranks.close()
                     return

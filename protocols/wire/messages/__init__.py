@@ -64,6 +64,7 @@ from staleflow.protocols.wire.messages.parameters import (
     Sources,
     TensorEntry,
     Unpin,
+    WrittenSpan,
 )
 from staleflow.protocols.wire.messages.prompts import (
     SUBMITTED_ROWS,
@@ -330,5 +331,6 @@ __all__ = [
     "TensorSpec",
     "TrajectoriesStatus",
     "Unpin",
+    "WrittenSpan",
     "Yield",
 ]

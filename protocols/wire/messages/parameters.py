@@ -24,6 +24,15 @@ class Manifest(Part, frozen=True, kw_only=True):
     sha: str
 
 
+class WrittenSpan(Part, frozen=True, kw_only=True):
+    """Contiguous bytes of one tensor, written by one rank of a sharded trainer."""
+
+    offset: int
+    nbytes: int
+    digest: str
+    """Hex xxh3-128 of the bytes, computed by the rank that wrote them."""
+
+
 class BeginPublish(Message, frozen=True, kw_only=True):
     """The trainer is about to publish (lineage, version). -> BeginPublishReply"""
 
@@ -59,6 +68,11 @@ class CommitPublish(Message, frozen=True, kw_only=True):
     """The publisher wrote the file itself, in the pass that computed the digests: no second read is needed."""
     direct: str = ""
     """Address where the publisher serves the same bytes itself, ``tcp://host:port``; "" if it does not."""
+    spans: list[WrittenSpan] | None = None
+    """Parts in which the ranks of a sharded trainer wrote the version, in any order; None if one process wrote it.
+
+    Together they are every byte of every tensor exactly once. The entries of the manifest have no digests: the server
+    verifies each span and computes the digests of the tensors."""
 
 
 class GetManifest(Message, frozen=True, kw_only=True):

@@ -11,8 +11,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from staleflow.clients.weights.tensors import part, tensor_of
 from staleflow.configs.ranks import LISTEN_FD
 from staleflow.configs.schema import Config
+from staleflow.protocols.wire.messages import Manifest, WrittenSpan
+from staleflow.protocols.wire.spans import by_tensor
 
 LIMIT_S = 200.0
 
@@ -30,7 +33,8 @@ def ranked(config: Config, directory: Path, folder: Path, nproc: int = 1, **task
     spoken = [folder / f"rank-{rank}.txt" for rank in range(nproc)]  # a full pipe without a reader would block its rank
     with socket.create_server(("127.0.0.1", 0)) as meeting:
         try:
-            processes += [_start(rank, nproc, meeting, file, spoken[rank]) for rank in range(nproc)]
+            command = ["tests.clients.trainer.rank_process", str(file)]
+            processes += [start_rank(rank, nproc, meeting, command, spoken[rank]) for rank in range(nproc)]
             for process in processes:
                 process.wait(timeout=LIMIT_S)
         finally:
@@ -41,8 +45,13 @@ def ranked(config: Config, directory: Path, folder: Path, nproc: int = 1, **task
     return Outcome(codes, [path.read_text() for path in spoken], Path(out))
 
 
-def _start(rank: int, nproc: int, meeting: socket.socket, task: Path, spoken: Path) -> "subprocess.Popen[bytes]":
-    """Pass the socket to the first rank, so that no other process can take its port in between."""
+def start_rank(
+    rank: int, nproc: int, meeting: socket.socket, command: list[str], spoken: Path
+) -> "subprocess.Popen[bytes]":
+    """Start a module with its arguments as one of ``nproc`` ranks.
+
+    The first rank inherits the socket, so no other process can take its port in between.
+    """
     host, port = meeting.getsockname()
     told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc}
     told |= {"MASTER_ADDR": host, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
@@ -51,7 +60,7 @@ def _start(rank: int, nproc: int, meeting: socket.socket, task: Path, spoken: Pa
         told[LISTEN_FD] = meeting.fileno()
     with spoken.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.clients.trainer.rank_process", str(task)],
+            [sys.executable, "-m", *command],
             env=os.environ | {name: str(value) for name, value in told.items()},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -82,6 +91,21 @@ class Outcome:
     def saved(self) -> dict[str, Any]:
         """The weights that were published when the checkpoint was saved."""
         return self._arrays("-saved.npz")
+
+    def check_spans(self) -> None:
+        """The spans of all ranks of a sharded model, each byte in one of them, are ``weights``."""
+        spans: list[WrittenSpan] = []
+        every = [self._arrays(f"-spans-{rank}.npz") for rank in range(len(self.codes))]
+        (layout,) = {own.pop("layout").tobytes() for own in every}
+        places = msgspec.msgpack.decode(layout, type=Manifest)
+        content = bytearray(places.nbytes)
+        for offset, data in (span for own in every for span in own.items()):
+            spans.append(WrittenSpan(offset=int(offset), nbytes=len(data), digest=""))
+            content[int(offset) : int(offset) + len(data)] = data.tobytes()
+        by_tensor(places, spans)
+        found = {entry.name: bytes(part(memoryview(content), entry)) for entry in places.tensors}
+        assert found == {name: bytes(tensor_of(name, array).data) for name, array in self.weights.items()}
+        assert all(every), "every rank has a part"
 
     def _arrays(self, end: str) -> dict[str, Any]:
         assert self.results is not None

@@ -112,10 +112,10 @@ async def test_what_a_publisher_left_goes_after_a_while_unless_it_may_still_beco
     upload = uploads.add("trainer.1", ask, held.stage(VersionKey(ask.lineage, ask.version), ask.nbytes))
     uploads.leave("trainer.1")
     await uploads.forget_left()
-    assert uploads.find(upload.number) is upload  # the file exists again
+    assert uploads.find(upload.number, "trainer.1") is upload  # the file exists again
     monkeypatch.setattr(uploads_module, "ABANDONED_TIMEOUT_S", -1.0)
     await uploads.forget_left()
-    assert uploads.find(upload.number) is upload
+    assert uploads.find(upload.number, "trainer.1") is upload
     uploads.leave("trainer.1")
     upload.committing = asyncio.create_task(asyncio.sleep(0))  # type: ignore[arg-type]
     await uploads.forget_left()
@@ -124,7 +124,7 @@ async def test_what_a_publisher_left_goes_after_a_while_unless_it_may_still_beco
     await uploads.forget_left()
     assert os.listdir(tmp_path) == []
     with pytest.raises(Refused, match="begin again"):
-        uploads.find(upload.number)
+        uploads.find(upload.number, "trainer.1")
 
 
 async def test_an_upload_goes_on_after_its_publisher_was_gone(

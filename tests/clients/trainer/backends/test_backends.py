@@ -119,6 +119,8 @@ def test_every_backend_follows_the_loss_of_plain_torch_and_goes_on_bit_by_bit_wh
     assert straight.weights.keys() == plain[1].keys()
     for name, array in plain[1].items():
         assert np.allclose(straight.weights[name], array, atol=2e-4), name
+    if (backend, stage) in (("fsdp", 2), ("deepspeed", 3)):
+        straight.check_spans()
     opens_as_any_model_directory(saved, straight.saved)
     resumed = ranked(chosen, model_directory, tmp_path / "resumed", nproc, steps=steps[STOP_AFTER + 1 :], load=saved)
     assert resumed.column("loss") == straight.column("loss")[STOP_AFTER + 1 :]

@@ -8,9 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
+from safetensors.torch import load_file
 
+from staleflow.clients.trainer.backends.tensors import to_array
+from staleflow.clients.weights.tensors import part
+from staleflow.servers.parameters.versions import About
 from tests.clients.trainer.backends.test_backends import needs_deepspeed
 from tests.clients.trainer.service import Service, serving
 from tests.clients.trainer.test_process import checkpoints, surviving_steps
@@ -32,6 +37,14 @@ def ranks_of(trainer: "subprocess.Popen[bytes]") -> list[psutil.Process]:
 
 def deliveries(service: Service) -> set[tuple[int, int]]:
     return {(event["step"], event["rank"]) for event in service.trace("deliver")}
+
+
+def published(service: Service, version: int) -> dict[str, bytes]:
+    """Return the bytes of each tensor of a version of lineage 0."""
+    file = service.run_dir / f"parameters/0-{version}.bin"
+    about = msgspec.json.decode(file.with_suffix(".json").read_bytes(), type=About)
+    content = memoryview(file.read_bytes())
+    return {entry.name: bytes(part(content, entry)) for entry in about.manifest.tensors}
 
 
 def test_every_rank_is_delivered_every_batch_and_one_that_dies_ends_the_trainer(model_directory: Path) -> None:
@@ -97,3 +110,8 @@ def test_ranks_started_by_torchrun_train_a_run_to_its_end(model_directory: Path)
         assert done.returncode == 0
         assert deliveries(service) == {(step, rank) for step in range(3) for rank in (0, 1)}
         assert surviving_steps(service) == [0, 1, 2]
+        folder = service.run_dir / "checkpoints" / "3"
+        gathered = {
+            name: bytes(to_array(tensor).data) for name, tensor in load_file(folder / "model.safetensors").items()
+        }
+        assert published(service, 3) == gathered, "each rank has published its own part"

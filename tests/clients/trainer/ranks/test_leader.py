@@ -13,9 +13,11 @@ from staleflow.clients.trainer.backends.base import Array, OutOfMemory, Publishe
 from staleflow.clients.trainer.data.batch import TrainBatch, assemble
 from staleflow.clients.trainer.data.micro_batches import MicroBatch, concatenated
 from staleflow.clients.trainer.ranks.leader import Leader, Order, follow
+from staleflow.clients.weights.sharded import RankUpload, Spans
 from staleflow.protocols.consistency.ids import BatchId, Step, TrainerTerm, Version
-from staleflow.protocols.wire.messages import Batch
+from staleflow.protocols.wire.messages import Batch, BeginPublishReply
 from tests.clients.trainer.making import batch, header, members
+from tests.clients.trainer.ranks.rows import Rows
 
 LIMIT_S = 10.0
 
@@ -23,8 +25,8 @@ LIMIT_S = 10.0
 class Room:
     """The meeting point of two ranks; each call waits for the other rank's call."""
 
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=LIMIT_S)
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self._barrier = threading.Barrier(2, timeout=limit_s)
         self._said: dict[int, Any] = {}
 
     def exchange(self, rank: int, word: Any) -> dict[int, Any]:
@@ -35,9 +37,25 @@ class Room:
         return said
 
 
+class Bytes:
+    """The channel of uploads."""
+
+    def __init__(self, room: Room, rank: int) -> None:
+        self._room, self._rank = room, rank
+
+    def broadcast(self, data: bytes) -> bytes:
+        sent: bytes = self._room.exchange(self._rank, data)[0]
+        return sent
+
+    def gather(self, data: bytes) -> list[bytes]:
+        sent = self._room.exchange(self._rank, data)
+        return [sent[0], sent[1]]
+
+
 class Ranks:
-    def __init__(self, room: Room, rank: int, writers: Room | None = None) -> None:
+    def __init__(self, room: Room, rank: int, writers: Room | None = None, uploads: Room | None = None) -> None:
         self._room, self._rank, self._writers = room, rank, writers or Room()
+        self.uploads = Bytes(uploads or Room(), rank)
         self.closed = False
 
     def broadcast(self, order: list[int], text: str = "") -> None:
@@ -95,6 +113,9 @@ class Recorded:
     def weights(self) -> Published:
         return {"a": np.zeros(2), "b": np.ones(1)}
 
+    def sharded_weights(self) -> Rows:
+        return Rows(self.weights())
+
     def gather(self) -> None:
         self.calls.append("gather")
 
@@ -149,6 +170,11 @@ class Fed:
             raise Stopped from None
 
 
+def nothing_written(to: BeginPublishReply, spans: Spans) -> RankUpload:
+    """Upload nothing: these ranks have no server."""
+    return RankUpload()
+
+
 Scene = tuple[Leader, Recorded, Recorded, Fed, Callable[[], None]]
 
 
@@ -159,7 +185,7 @@ def scene() -> Iterator[Callable[..., Scene]]:
     def make(*found: TrainBatch | None, together: bool = True) -> Scene:
         room, first, second, fed = Room(), Recorded(together=together), Recorded(together=together), Fed(*found)
         writers = Room()
-        arguments = (second, Ranks(room, 1, writers), fed, lambda: False)
+        arguments = (second, Ranks(room, 1, writers), fed, lambda: False, nothing_written)
         thread = threading.Thread(target=follow, args=arguments, daemon=True)
         threads.append(thread)
         thread.start()
@@ -303,7 +329,7 @@ def test_a_rank_whose_device_does_not_hold_a_step_tells_the_run_so_itself() -> N
     fed = Fed(batch(5))
     ranks = Ordered([Order.LOAD, 3, 5], [Order.BATCH, 5], [Order.TRAIN, 5])
     with pytest.raises(OutOfMemory):
-        follow(Full(together=True), ranks, fed, lambda: False)
+        follow(Full(together=True), ranks, fed, lambda: False, nothing_written)
     assert (fed.followed, fed.gave_up) == ([(3, 5)], ["step 5: out of memory on rank 1"])
 
 
