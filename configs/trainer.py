@@ -129,8 +129,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     grad_clip: PositiveFloat = 1.0
     """Maximum L2 norm of the gradient."""
     checkpoint_every: Positive = 20
-    """Number of steps between checkpoints, and between snapshots of the critic of ``gae``. Sooner if a trajectory server
-    is half full."""
+    """Number of steps between checkpoints, and between snapshots of the critic of ``gae``. Sooner if a trajectory
+    server is half full."""
     async_checkpoints: bool = True
     """Write a checkpoint while the next steps train. They wait only for the copy that is written: each rank copies its
     part of the optimizer to main memory, and rank 0 the model: 12 to 14 bytes a parameter in all. A rank without room

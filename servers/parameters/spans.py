@@ -1,7 +1,7 @@
 """Verification of a version that several ranks wrote, in one pass over its bytes: spans, then digests of the tensors.
 
-xxh3 has no way to combine the digests of two spans, so one process must read each tensor from its first to its last byte.
-The server reads the pages that the ranks have just written.
+xxh3 has no way to combine the digests of two spans, so one process must read each tensor from its first to its last
+byte. The server reads the pages that the ranks have just written.
 """
 
 from collections.abc import Sequence
