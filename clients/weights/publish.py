@@ -3,9 +3,11 @@
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from staleflow.clients.weights import chunks
+from staleflow.clients.weights.host_buffer import HostBuffer
 from staleflow.clients.weights.local_upload import ServerFiles
 from staleflow.clients.weights.tensors import NamedTensors, in_memory, layout, with_digests
 from staleflow.net.adaptive_chunks import AdaptiveChunk
@@ -53,6 +55,7 @@ class Publisher:
         self._direct = direct
         self._source: DirectSource | None = None
         self._files = ServerFiles()
+        self._buffer = HostBuffer()
         self._places: Manifest | None = None
         """Layout of the last weights. Cached, because asking gathered weights for their shapes costs as much as for
         their bytes."""
@@ -65,6 +68,7 @@ class Publisher:
         lineage: Lineage,
         version: Version,
         batch: BatchId | None,
+        released: Callable[[], None] | None = None,
     ) -> RegisterVersionReply:
         """Publish a version; return once it is durable and registered. Waits for a server that is away; ``Refused`` is
         final.
@@ -72,9 +76,21 @@ class Publisher:
         uint16 arrays are the bits of bfloat16. The arrays must not change before the end. They are iterated once, and
         once more for each upload that has to be repeated; the first ones of this connection twice, since every version
         is expected to have their names, dtypes and shapes. Raise ``ValueError`` if it has others.
+
+        ``released`` is called as soon as the arrays may change, if that is before the end: once they are copied.
+        Weights that are served directly are copied in any case. Weights that are gathered one by one are copied if
+        ``released`` is given and main memory has room. Arrays in main memory are not: an upload that is repeated, since
+        the server was restarted, reads them again.
         """
         if (source := self._opened_source()) is not None:
             weights = await asyncio.to_thread(source.hold, weights, lineage, version)
+            if released is not None:
+                released()
+        elif released is not None and not in_memory(weights):
+            copies = await asyncio.to_thread(self._buffer.copy, weights)
+            if copies is not None:
+                weights = copies
+                released()
         if self._places is None or in_memory(weights):
             self._places = await asyncio.to_thread(layout, weights)
         places = self._places
