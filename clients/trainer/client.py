@@ -22,6 +22,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self, TypeVar, cast
 
 from staleflow.clients.attachment import attach
@@ -559,7 +560,7 @@ class TrainerClient:
         """Wait a moment for metrics that follow a version."""
         if (reported := self._reported) is not None:
             self._reported = None
-            self._send(within(SEND_TIMEOUT_S, reported.wait()))
+            self._send(_until_set(reported, SEND_TIMEOUT_S))
 
     def finished(self, error: str = "", term: TrainerTerm | None = None) -> None:
         """Drain the run after the last step, or after ``error``. ``term``: rank 0's, if another rank calls it."""
@@ -677,6 +678,13 @@ async def _until_published(publication: Publication | None, call: Coroutine[Any,
     finally:
         coming.cancel()
         ended.cancel()
+
+
+async def _until_set(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for the event, at most ``timeout_s``."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
 
 
 def _raise_error(publication: Publication) -> None:
