@@ -71,16 +71,16 @@ class _Times:
     def values(self, sampled_tokens: int) -> dict[str, float]:
         stalled = self.wait_for_batch + self.publish + self.checkpoint + self.evaluate
         step = max(self.train + stalled, 1e-9)
-        values = {
+        return {
             "time/step": step,
             "time/wait_for_batch": self.wait_for_batch,
             "time/train": self.train,
             "time/publish": self.publish,
+            "time/checkpoint": self.checkpoint,
+            "time/eval": self.evaluate,
             "trainer/idle_ratio": stalled / step,
             "perf/tokens_per_second": sampled_tokens / step,
         }
-        seldom = {"time/checkpoint": self.checkpoint, "time/eval": self.evaluate}
-        return values | {name: seconds for name, seconds in seldom.items() if seconds}
 
 
 class TrainingLoop:
