@@ -112,6 +112,20 @@ def test_the_next_batch_comes_while_the_version_is_being_published(service: Serv
     assert [sha(service, first + 1), sha(service, first + 2)] == [expected_sha(first + 1), expected_sha(first + 2)]
 
 
+def test_a_streaming_trainer_gets_the_next_micro_batches_while_its_version_is_being_published(service: Service) -> None:
+    with joined(service) as trainer:
+        first, ahead = trainer.version, set[int]()
+        for micro_batch in trainer.stream(first + 4):
+            if micro_batch.header.step > trainer.version:
+                ahead.add(micro_batch.header.step)
+            if micro_batch.batch is not None:
+                trainer.before_update()
+                trainer.begin_commit(Model(micro_batch.batch.step + 1).weights())
+        assert trainer.finish_commit() == first + 4
+    assert ahead, "some micro-batches came before the version of the step before"
+    assert [sha(service, first + n) for n in range(1, 5)] == [expected_sha(first + n) for n in range(1, 5)]
+
+
 def test_a_version_whose_server_is_killed_is_published_with_its_own_bytes(service: Service) -> None:
     with joined(service) as trainer:
         _, ahead, model = begun(trainer, service)
