@@ -424,7 +424,7 @@ class TrainerClient:
     def before_update(self) -> None:
         """Wait until the weights given to ``begin_commit`` may change, and raise its error if it has failed.
 
-        From now on this process cannot publish its newest version again: nobody has the bytes but the service.
+        From then on this process cannot publish its newest version again: it has other bytes.
         """
         if (publication := self._publication) is not None:
             self._wait_for(publication, publication.read)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from staleflow.clients.trainer.backends.base import StepResult, Stopping, Weights
+from staleflow.clients.trainer.backends.tensors import to_arrays
 from staleflow.clients.trainer.client import BadVersion
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
@@ -93,7 +95,11 @@ class Saving(Live):
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
         count = self.count
-        return lambda: (directory / "count").write_text(str(count)) and None
+
+        def write() -> None:
+            (directory / "count").write_text(str(count))
+
+        return write
 
 
 def test_every_version_has_its_own_bytes_although_the_next_step_changes_them_in_place(tmp_path: Path) -> None:
@@ -203,3 +209,16 @@ def test_a_torch_step_whose_publication_has_failed_changes_nothing(model_directo
     with pytest.raises(BadVersion, match="version 4 is void"):
         trainer.train(batch(0), Step(0), lambda: False)
     assert all(np.array_equal(array, before[name]) for name, array in trainer.weights().items())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_weights_of_a_gpu_are_copied_before_the_update_that_changes_them(model_directory: Path) -> None:
+    """The copies keep the bytes of their version until the next one, and are those of the tensors."""
+    trainer = TorchTrainer(config(lr=1e-2), model_directory)
+    trainer.set_before_update(lambda: pytest.fail("a copy needs no wait"))
+    live = to_arrays(trainer.model.state_dict())
+    given = trainer.weights()
+    trainer.train(batch(0), Step(0), lambda: False)
+    assert all(np.array_equal(array, live[name]) for name, array in given.items())
+    moved = dict(trainer.weights().items())
+    assert not all(np.array_equal(array, live[name]) for name, array in moved.items())
