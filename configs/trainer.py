@@ -136,6 +136,12 @@ class Trainer(Section, frozen=True, kw_only=True):
     part of the optimizer to main memory, and rank 0 the model: 12 to 14 bytes a parameter in all. A rank without room
     for its copy writes before it trains. A kill meanwhile costs the steps since the checkpoint before. A stop, a drain
     and the end of the run wait for the checkpoint. False: training waits for every checkpoint."""
+    overlap_publish: bool = True
+    """Train the next step while a version is being published. The step waits only before its optimizer changes weights
+    that are still read. Needs ``staleness.max_staleness`` of at least 1 to save time; with 0 no batch comes before the
+    version is published. Weights of a GPU are copied to main memory first, as are, on rank 0, those of ``fsdp`` and of
+    ZeRO-3; without room for the copy, training waits. A kill meanwhile costs the step whose version was not published.
+    False: training waits until each version is stored."""
     keep_checkpoints: Positive = 2
     """Number of newest checkpoints to keep; version 0 is the first. If the newest one is damaged, the run resumes from
     the one before; 1 leaves no fallback. Costs disk for as many checkpoints, and for the payload of `keep_checkpoints`

@@ -72,6 +72,18 @@ class AsyncTrainerClient:
         """As ``TrainerClient.commit``."""
         return await self._call(self._client.commit, weights)
 
+    async def begin_commit(self, weights: Mapping[str, Any] | Published) -> Version:
+        """As ``TrainerClient.begin_commit``."""
+        return await self._call(self._client.begin_commit, weights)
+
+    async def before_update(self) -> None:
+        """As ``TrainerClient.before_update``."""
+        await self._call(self._client.before_update)
+
+    async def finish_commit(self) -> Version:
+        """As ``TrainerClient.finish_commit``."""
+        return await self._call(self._client.finish_commit)
+
     async def commit_external(self, digest: str) -> Version:
         """As ``TrainerClient.commit_external``."""
         return await self._call(self._client.commit_external, digest)

@@ -3,9 +3,13 @@
 A checkpoint may be written in a thread while the next steps train. One is written at a time: the next one waits for
 it. It is registered by the trainer's own thread once it is complete and durable, as any other; until then the run keeps
 the payload since the checkpoint before, and a kill leaves that one.
+
+A version may still be being published while its checkpoint is written. The checkpoint is complete only after that: if
+the trainer is killed before, another one may publish other weights as the same version.
 """
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -64,7 +68,13 @@ class CheckpointWriter:
                     write = self._background.begin_save(part)
             except Overtaken as error:
                 raise _fenced(error) from error
-            self._pending = _Pending(state, keep, self._in_thread(state, part, write))
+            published = self._client.commit_result()
+
+            def write_published() -> None:
+                write()
+                _or_remove(part, published)
+
+            self._pending = _Pending(state, keep, self._in_thread(state, part, write_published))
         return time.monotonic() - started
 
     def save(self, state: TrainerState, keep: int | None = None) -> float:
@@ -78,8 +88,13 @@ class CheckpointWriter:
             if keep is not None:
                 self._register(state, keep)
         else:
+
+            def write_published(part: Path) -> None:
+                self._backend.save(part)
+                _or_remove(part, self._client.finish_commit)
+
             try:
-                path = self._checkpoints.save(state, self._backend.save)
+                path = self._checkpoints.save(state, write_published)
             except Overtaken as error:
                 raise _fenced(error) from error
             log.info("checkpoint %s", path)
@@ -130,6 +145,15 @@ class CheckpointWriter:
         if oldest is not None:
             self.oldest = oldest
             self._checkpoints.tidy(state, oldest)
+
+
+def _or_remove(part: Path, published: Callable[[], object]) -> None:
+    """Wait until the version is published. If it never is, remove its checkpoint and raise the reason."""
+    try:
+        published()
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 def _fenced(error: Overtaken) -> Fenced:

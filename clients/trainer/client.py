@@ -11,6 +11,9 @@
 Calls block. The sockets run on an event loop in a separate thread, so heartbeats and the next batch continue during a
 step. Every call may raise ``Fenced``: another trainer has joined, and calls of this one have no effect any more.
 ``join`` and ``commit`` may raise ``BadVersion``, ``batches`` and ``stream`` ``NoBatch``.
+
+A loop that does not wait for its versions to be stored calls ``begin_commit`` in place of ``commit``, and
+``before_update`` right before its optimizer changes the weights. Errors of ``commit`` are then raised by later calls.
 """
 
 import asyncio
@@ -19,6 +22,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self, TypeVar, cast
 
 from staleflow.clients.attachment import attach
@@ -27,6 +31,7 @@ from staleflow.clients.trainer.backends.base import Published, Stopped
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.micro_batches import MicroBatch, MicroBatchStream
 from staleflow.clients.trainer.data.prefetch import BatchStream, Drained
+from staleflow.clients.trainer.publication import Publication
 from staleflow.clients.weights import Publisher, external
 from staleflow.clients.weights.sharded import RankUpload, Spans
 from staleflow.configs.errors import ConfigError
@@ -66,6 +71,8 @@ CROWDED_FRACTION = 0.5
 STATUS_TIMEOUT_S = 1.0
 POLL_INTERVAL_S = 5.0
 """Wait for a batch after which the newest version is checked for damage."""
+METRICS_TIMEOUT_S = 30.0
+PUBLISH_TOTAL = "time/publish_total"
 SEND_TIMEOUT_S = 1.0
 """Maximum duration of all other messages after a stop request."""
 
@@ -120,7 +127,13 @@ class TrainerClient:
         self._lineage = Lineage(0)
         """Lineage of that version; the run's own lineage is higher after a rollback."""
         self._published: tuple[Mapping[str, Any] | Published, BatchId | None] | None = None
-        """The weights as published, and the batch that produced them."""
+        """The weights of ``version`` and the batch that produced them, while they have the bytes of that version."""
+        self._publication: Publication | None = None
+        """The version after ``version``, while it is being published."""
+        self._publish_s: float | None = None
+        """Duration of the last publication, until it is sent with the metrics of its step."""
+        self._reported: asyncio.Event | None = None
+        """Set once the metrics that follow a publication are sent."""
         self._uncommitted: deque[TrainBatch | Batch] = deque()
         """The batches that the caller has, in the order of their steps: one, or two while it reads ahead."""
         self._void = False
@@ -157,6 +170,7 @@ class TrainerClient:
         From an older version, the run rolls back to it. The reply's version is -1 while nothing is published; call
         ``publish_initial`` next. ``BadVersion`` if the run cannot continue from there.
         """
+        self._forget_publication()
         if self._publisher is None:
             self.attach()
         request = Join(trainer=self.worker, lineage=lineage, version=version, model=self.model)
@@ -185,7 +199,8 @@ class TrainerClient:
         """Yield the batch of every step up to ``steps``, prefetching one; each must be committed before the next.
 
         Ends early after ``interrupt``, and when the run was drained, which sets ``drained``. An uncommitted batch is
-        kept and served to the next trainer that joins.
+        kept and served to the next trainer that joins. After ``begin_commit`` the next batch comes while the version is
+        being published, if ``max_staleness`` is at least 1.
 
         ``ahead``: for data loaders that read ahead. The next batch may be requested before the current one is
         committed, and ``commit`` takes the older of the two. This needs ``max_staleness`` of at least 1, of which it
@@ -230,14 +245,14 @@ class TrainerClient:
         self._uncommitted.clear()  # of an earlier call
         stream, feeding = self._feeding(self.version, steps, size)
         try:
-            while self.version < steps:
+            while self._next_step < steps:
                 started = time.monotonic()
                 try:
                     micro_batch = self._next(stream.micro_batch)
                     current = micro_batch.batch is None or self._check_current(stream, micro_batch.batch)
                     if not (current and self.share(micro_batch)):
                         feeding.cancel()
-                        stream, feeding = self._feeding(self.version, steps, size)
+                        stream, feeding = self._feeding(self._next_step, steps, size)
                         continue
                 except Stopped:
                     return
@@ -250,7 +265,7 @@ class TrainerClient:
                 yield micro_batch
                 if self._pop_void():
                     feeding.cancel()
-                    stream, feeding = self._feeding(self.version, steps, size)
+                    stream, feeding = self._feeding(self._next_step, steps, size)
                 else:
                     self._check_committed()
         finally:
@@ -268,6 +283,7 @@ class TrainerClient:
         """
         if len(self._uncommitted) > 1:
             raise RuntimeError("a trainer that reads ahead cannot quarantine groups; use batches without ahead")
+        self.finish_commit()
         log.error("quarantined: %s", why)
         self._wait(self._stream(self._term).quarantine(groups, why))
         self._uncommitted.clear()
@@ -276,7 +292,7 @@ class TrainerClient:
     @property
     def _next_step(self) -> Version:
         """The first step whose batch the caller does not have."""
-        return Version(self.version + len(self._uncommitted))
+        return Version(self.version + (self._publication is not None) + len(self._uncommitted))
 
     def _pop_void(self) -> bool:
         void, self._void = self._void, False
@@ -301,15 +317,28 @@ class TrainerClient:
         return current
 
     def _next(self, coming: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return the next item. Repairs the newest version meanwhile: no item arrives while rollout cannot load it."""
-        while (item := self._wait(within(POLL_INTERVAL_S, coming()))) is None:
-            self._republish_damaged()
-            self.on_wait()
-        return item
+        """Return the next item. Repairs the newest version meanwhile: no item arrives while rollout cannot load it.
+
+        An error of the publication under way is raised as soon as it is known.
+        """
+        while True:
+            publication = self._publication
+            item = self._wait(within(POLL_INTERVAL_S, _until_published(publication, coming())))
+            self._settle()
+            if item is not None:
+                return item
+            if publication is self._publication:  # it waited for the whole interval
+                self._republish_damaged()
+                self.on_wait()
 
     def _republish_damaged(self) -> None:
-        """Publish the newest version again if its bytes were lost or damaged."""
+        """Publish the newest version again if its bytes were lost or damaged, and this process still has them.
+
+        It does not while the next version is being published: that one replaces it, and needs no rollout.
+        """
         assert self._publisher is not None
+        if self._publication is not None:
+            return
         lineage, version = self._lineage, self.version
         check = within(STATUS_TIMEOUT_S, self._publisher.damaged(lineage, version))
         if not self._wait(check) or self._published is None:
@@ -350,18 +379,119 @@ class TrainerClient:
         them. ``BadVersion``: the batch was revoked during the step. These weights are void; the trainer must join again
         from a checkpoint.
         """
-        if not self._uncommitted:
-            raise RuntimeError("there is no batch to commit")
-        batch = self._uncommitted[0]
+        self.finish_commit()
+        batch = self._oldest_uncommitted()
         try:
             self._publish(weights, self._new_lineage, Version(batch.step + 1), batch.batch)
         except Refused as refused:
             if refused.code is not Code.BAD_VERSION:
                 raise
-            lost = f"step {batch.step}: batch {batch.batch} was revoked while it was trained, the step is void"
-            raise BadVersion(f"{lost}; resume from the newest checkpoint ({refused.detail})") from refused
+            raise _revoked(refused, batch) from refused
         self._uncommitted.popleft()
         return self.version
+
+    def begin_commit(self, weights: Mapping[str, Any] | Published) -> Version:
+        """Start to publish the weights trained on the current batch; return the version that they will be.
+
+        As ``commit``, but the next step may be trained meanwhile, if ``max_staleness`` is at least 1. One version is
+        published at a time: this call waits for the one before. An error of the publication is raised by one of the
+        next calls. The run counts the version once it is stored: a trainer that ends before gets the batch again.
+
+        Arrays and tensors in main memory are read while the caller continues: call ``before_update`` before you change
+        them. Tensors of a GPU, and weights that are gathered during the iteration, are copied before this call returns.
+        """
+        self.finish_commit()
+        batch = self._oldest_uncommitted()
+        assert self._publisher is not None
+        publication = Publication(
+            lineage=self._new_lineage, version=Version(batch.step + 1), batch=batch, weights=weights
+        )
+        given = as_weights(weights)
+        publish = self._publisher.publish(
+            given,
+            trainer_term=self._term,
+            lineage=publication.lineage,
+            version=publication.version,
+            batch=batch.batch,
+            released=publication.read.set,
+        )
+        self._uncommitted.popleft()
+        self._published = None  # the weights are those of the next version
+        self._publication, self._publish_s = publication, None
+        publication.started(self._thread.start(publication.run(publish)))
+        if not isinstance(given, Mapping):
+            self._wait_for(publication, publication.read)
+        return publication.version
+
+    def before_update(self) -> None:
+        """Wait until the weights given to ``begin_commit`` may change, and raise its error if it has failed.
+
+        From then on this process cannot publish its newest version again: it has other bytes.
+        """
+        if (publication := self._publication) is not None:
+            self._wait_for(publication, publication.read)
+            publication.weights = None
+            self._settle()
+        self._published = None
+
+    def finish_commit(self) -> Version:
+        """Wait until the version of ``begin_commit`` is stored, and return the newest version. Raise as ``commit``.
+
+        No effect without a version under way.
+        """
+        if (publication := self._publication) is not None:
+            self._wait_for(publication, publication.done)
+            self._settle()
+        return self.version
+
+    def cancel_commit(self) -> None:
+        """Do not wait for the version of ``begin_commit`` any more: it may exist or not. Join again to find out."""
+        if self._publication is not None:
+            self._publication.cancel(Stopped())
+            self._publication = None
+
+    def commit_result(self) -> Callable[[], None]:
+        """Return a function for any thread that waits for the version under way, and raises as ``finish_commit``."""
+        publication = self._publication
+
+        def wait() -> None:
+            if publication is not None:
+                publication.join()
+                _raise_error(publication)
+
+        return wait
+
+    def _oldest_uncommitted(self) -> TrainBatch | Batch:
+        if not self._uncommitted:
+            raise RuntimeError("there is no batch to commit")
+        return self._uncommitted[0]
+
+    def _wait_for(self, publication: Publication, event: asyncio.Event) -> None:
+        """Wait for an event of a publication. ``Unavailable`` a while after a stop request, which cancels it."""
+        try:
+            self._wait(event.wait(), grace_s=COMMIT_TIMEOUT_S, late=self._not_in_time)
+        except Unavailable as error:
+            publication.cancel(error)
+            self._publication = None
+            raise
+
+    def _settle(self) -> None:
+        """Count the version of a publication that has ended, or raise the error that ended it."""
+        publication = self._publication
+        if publication is None or not publication.done.is_set():
+            return
+        self._publication = None
+        _raise_error(publication)
+        self.version, self._lineage = publication.version, publication.lineage
+        self._publish_s = publication.seconds
+        if publication.weights is not None:
+            self._published = publication.weights, publication.batch.batch
+
+    def _forget_publication(self) -> None:
+        """Wait for the publication of an earlier term. Its outcome does not matter: the scheduler knows it."""
+        if (publication := self._publication) is not None:
+            self._wait_for(publication, publication.done)
+            self._publication = None
 
     def commit_external(self, digest: str) -> Version:
         """Like ``commit``, for weights that reach the engines the user's own way: readers get ``digest`` instead.
@@ -381,8 +511,10 @@ class TrainerClient:
         """Register a checkpoint: the trainer can resume from it, and from the ``keep`` - 1 registered before it.
 
         Return the oldest version for which the run keeps payload; checkpoints before it may be deleted. Return None if
-        the scheduler did not acknowledge; delete nothing then.
+        the scheduler did not acknowledge; delete nothing then. If the version is being published, wait for that.
         """
+        if self._publication is not None and self._publication.version <= version:
+            self.finish_commit()
         request = RegisterCheckpoint(trainer_term=self._term, lineage=lineage, version=version, keep=keep)
         registered = self._send(self._scheduler.ask(request, RegisterCheckpointReply, timeout_s=None))
         return None if registered is None else registered.oldest
@@ -406,11 +538,42 @@ class TrainerClient:
         return await asyncio.gather(*requests)
 
     def metrics(self, step: Step, values: Mapping[str, float]) -> None:
-        """Send numbers for the run's metrics file."""
-        self._send(self._scheduler.ask(Metrics(worker=self.worker, step=step, values=dict(values)), Done, timeout_s=30))
+        """Send numbers for the run's metrics file.
+
+        While a version is being published they are sent after it, with the duration of its publication: the scheduler
+        adds its own numbers of a step once the step's version is published.
+        """
+        message = Metrics(worker=self.worker, step=step, values=dict(values))
+        if self._publish_s is not None:
+            message.values.setdefault(PUBLISH_TOTAL, self._publish_s)
+            self._publish_s = None
+        if (publication := self._publication) is None:
+            self._send(self._scheduler.ask(message, Done, timeout_s=METRICS_TIMEOUT_S))
+            return
+        self._reported = asyncio.Event()
+        self._thread.start(self._metrics_after(publication, message, self._reported))
+
+    async def _metrics_after(self, publication: Publication, message: Metrics, reported: asyncio.Event) -> None:
+        try:
+            await publication.done.wait()
+            if publication.error is None:
+                message.values.setdefault(PUBLISH_TOTAL, publication.seconds)
+                await self._scheduler.ask(message, Done, timeout_s=METRICS_TIMEOUT_S)
+        except (Refused, Unavailable) as error:
+            log.warning("metrics of step %d not acknowledged by the scheduler: %r", message.step, error)
+        finally:
+            reported.set()
+
+    def _flush_metrics(self) -> None:
+        """Wait a moment for metrics that follow a version."""
+        if (reported := self._reported) is not None:
+            self._reported = None
+            self._send(_until_set(reported, SEND_TIMEOUT_S))
 
     def finished(self, error: str = "", term: TrainerTerm | None = None) -> None:
         """Drain the run after the last step, or after ``error``. ``term``: rank 0's, if another rank calls it."""
+        self.finish_commit()
+        self._flush_metrics()
         message = Finished(trainer_term=self._term if term is None else term, error=error)
         self._send(self._scheduler.ask(message, Done, timeout_s=30))
 
@@ -424,9 +587,11 @@ class TrainerClient:
         return self._thread.closed
 
     def close(self) -> None:
-        """Leave the run. Idempotent."""
+        """Leave the run. A version that is still being published may be lost. Idempotent."""
         if self._thread.closed:
             return
+        self.cancel_commit()
+        self._flush_metrics()
         if self.run:
             self._send(self._scheduler.ask(Detach(worker=self.worker, why="closed"), Done, timeout_s=SEND_TIMEOUT_S))
         self._thread.close(self._close_sockets)
@@ -462,9 +627,8 @@ class TrainerClient:
         try:
             self._wait(publish, grace_s=COMMIT_TIMEOUT_S, late=self._not_in_time)
         except Refused as refused:
-            if refused.code is Code.DENIED and not refused.is_over:  # a restarted trainer would be refused again
-                allowed = f"the parameter server refuses its weights: {refused.detail}"
-                raise ConfigError("version", version, allowed) from refused
+            if refused.code is Code.DENIED and not refused.is_over:
+                raise _not_accepted(refused, version) from refused
             raise
         self.version, self._lineage = version, lineage
         self._published = weights, batch
@@ -489,7 +653,7 @@ class TrainerClient:
             return self._thread.wait(call, grace_s, late)
         except Refused as refused:
             if refused.code is Code.FENCED:
-                raise Fenced(f"another trainer has joined the run, this one stops ({refused.detail})") from refused
+                raise _fenced(refused) from refused
             raise
 
     def _close_sockets(self) -> None:
@@ -509,6 +673,58 @@ async def within(seconds: float, call: Coroutine[Any, Any, T]) -> T | None:
         if not limit.expired():
             raise
         return None
+
+
+async def _until_published(publication: Publication | None, call: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of ``call``; cancel it and return None once the publication has ended."""
+    if publication is None:
+        return await call
+    coming, ended = asyncio.ensure_future(call), asyncio.ensure_future(publication.done.wait())
+    try:
+        await asyncio.wait((coming, ended), return_when=asyncio.FIRST_COMPLETED)
+        return coming.result() if coming.done() else None
+    finally:
+        coming.cancel()
+        ended.cancel()
+
+
+async def _until_set(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for the event, at most ``timeout_s``."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+
+
+def _raise_error(publication: Publication) -> None:
+    """Raise the error that ended a publication, as ``commit`` raises it."""
+    error = publication.error
+    if not isinstance(error, Refused):
+        if error is not None:
+            raise error
+        return
+    match error.code:
+        case Code.FENCED:
+            raise _fenced(error) from error
+        case Code.BAD_VERSION:
+            raise _revoked(error, publication.batch) from error
+        case Code.DENIED if not error.is_over:
+            raise _not_accepted(error, publication.version) from error
+        case _:
+            raise error
+
+
+def _fenced(refused: Refused) -> Fenced:
+    return Fenced(f"another trainer has joined the run, this one stops ({refused.detail})")
+
+
+def _revoked(refused: Refused, batch: TrainBatch | Batch) -> BadVersion:
+    lost = f"step {batch.step}: batch {batch.batch} was revoked while it was trained, the step is void"
+    return BadVersion(f"{lost}; resume from the newest checkpoint ({refused.detail})")
+
+
+def _not_accepted(refused: Refused, version: Version) -> ConfigError:
+    """Return an error that ends the process: a restarted trainer would be refused again."""
+    return ConfigError("version", version, f"the parameter server refuses its weights: {refused.detail}")
 
 
 def _always(_: object) -> bool:

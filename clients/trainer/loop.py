@@ -8,19 +8,32 @@ published unchanged. The third such step in a row is not consumed, and the run s
 
 If a batch is revoked during its step, the updated weights are void: they are neither published nor saved, and
 ``BadVersion`` ends the trainer. The run continues with the trainer that is started next.
+
+Version k + 1 is published while step k + 1 trains (``trainer.overlap_publish``): the step waits only before it changes
+weights that are still being read. One version is under way at a time, and the checkpoint of a version exists only once
+the version is published.
 """
 
 import logging
 import math
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from staleflow.clients.out_of_memory import out_of_memory
-from staleflow.clients.trainer.backends.base import Backend, OutOfMemory, Stopped, Untrainable, batch_values
+from staleflow.clients.trainer.backends.base import (
+    Backend,
+    OutOfMemory,
+    OverlapBackend,
+    Stopped,
+    Untrainable,
+    batch_values,
+)
 from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
 from staleflow.clients.trainer.checkpoint_writer import CheckpointWriter
 from staleflow.clients.trainer.client import BadVersion, TrainerClient
@@ -46,20 +59,26 @@ class GaveUp(Exception):
 
 @dataclass(slots=True)
 class _Times:
-    """Seconds of one step by activity."""
+    """Seconds of one step by activity. All but ``train`` are stalls."""
 
-    wait_for_batch: float = 0.0
-    train: float = 0.0
-    publish: float = 0.0
+    wait_for_batch: float
+    train: float
+    publish: float
+    """Training waited for a publication, or for the copy that is published."""
+    checkpoint: float = 0.0
+    evaluate: float = 0.0
 
     def values(self, sampled_tokens: int) -> dict[str, float]:
-        step = max(self.wait_for_batch + self.train + self.publish, 1e-9)
+        stalled = self.wait_for_batch + self.publish + self.checkpoint + self.evaluate
+        step = max(self.train + stalled, 1e-9)
         return {
             "time/step": step,
             "time/wait_for_batch": self.wait_for_batch,
             "time/train": self.train,
             "time/publish": self.publish,
-            "trainer/idle_ratio": self.wait_for_batch / step,
+            "time/checkpoint": self.checkpoint,
+            "time/eval": self.evaluate,
+            "trainer/idle_ratio": stalled / step,
             "perf/tokens_per_second": sampled_tokens / step,
         }
 
@@ -88,6 +107,11 @@ class TrainingLoop:
         self._samples = samples
         self._drift = DriftWatch(config)
         self._state = TrainerState()
+        self._overlaps = config.trainer.overlap_publish and isinstance(backend, OverlapBackend)
+        self._blocked_s = 0.0
+        """Seconds that the current step has waited for a publication."""
+        if self._overlaps and isinstance(backend, OverlapBackend):
+            backend.set_before_update(self._before_update)
         self._writer = CheckpointWriter(checkpoints, client, backend, asynchronous=config.trainer.async_checkpoints)
 
     def run(self) -> None:
@@ -101,6 +125,7 @@ class TrainingLoop:
         try:
             self._run()
         finally:
+            self._client.cancel_commit()  # none is under way unless an error ends the trainer
             self._writer.close()
 
     def _run(self) -> None:
@@ -181,26 +206,50 @@ class TrainingLoop:
 
     def _commit(self, computed: ComputedStep) -> None:
         batch, result = computed.batch, computed.result
-        times = _Times(wait_for_batch=computed.waited_s, train=computed.trained_s)
         values = batch_values(batch) | result.values
         self._drift.observe(batch.step, values)  # before the weights of this step are published
         state = self._after(batch, result.bad, int(values["trainer/tokens"]))
-        started = time.monotonic()
-        self._client.commit(self._backend.weights())
-        times.publish = time.monotonic() - started
+        train_s = max(computed.trained_s - self._blocked_s, 0.0)
+        self._publish()
+        times = _Times(wait_for_batch=computed.waited_s, train=train_s, publish=self._blocked_s)
+        self._blocked_s = 0.0
         self._state = state
         if self._samples is not None:
             self._samples.write(batch)
-        values |= times.values(int(values["trainer/sampled_tokens"]))
         values["trainer/bad_steps"] = float(state.bad_steps)
         self._writer.poll()
         if keep := self._checkpoints_due():
             # Save before the evaluation: a kill during it must not cost the steps before it.
-            values["time/checkpoint"] = self._writer.start(self._state, keep)
+            times.checkpoint = self._writer.start(self._state, keep)
+        started = time.monotonic()
         try:
-            values |= self._evaluate()
+            if evaluated := self._evaluate():
+                values |= evaluated
+                times.evaluate = time.monotonic() - started
         finally:
+            values |= times.values(int(values["trainer/sampled_tokens"]))
             self._client.metrics(batch.step, finite(values))
+
+    def _publish(self) -> None:
+        """Publish the weights of the trained step, or start to."""
+        with self._blocked():
+            if self._overlaps:
+                self._client.finish_commit()  # ``weights`` may reuse the memory of the version before
+                self._client.begin_commit(self._backend.weights())
+            else:
+                self._client.commit(self._backend.weights())
+
+    def _before_update(self) -> None:
+        """Let the step wait until the weights of the version before are read."""
+        with self._blocked():
+            self._client.before_update()
+
+    @contextmanager
+    def _blocked(self) -> Generator[None]:
+        """Count the time of the block as waiting for a publication."""
+        started = time.monotonic()
+        yield
+        self._blocked_s += time.monotonic() - started
 
     def _after(self, batch: TrainBatch, bad: str, tokens: int) -> TrainerState:
         """Return the state after the commit of this batch. ``GaveUp`` if it must not be committed."""
@@ -266,7 +315,9 @@ class TrainingLoop:
 
     def _evaluate_initial(self) -> None:
         """Evaluate the model before the first step; reported as step -1."""
+        started = time.monotonic()
         if values := self._evaluate():
+            values |= {"time/eval": time.monotonic() - started}
             self._client.metrics(Step(self._state.version - 1), finite(values))
 
     def _evaluate(self) -> dict[str, float]:
@@ -275,10 +326,9 @@ class TrainingLoop:
         every = trainer.eval_every and version % trainer.eval_every == 0
         if not (every or version in (0, trainer.steps)) or self._state.evaluated == version:
             return {}
-        started = time.monotonic()
         values = self._backend.evaluate(version, self._stop.is_set)
         self._state = msgspec.structs.replace(self._state, evaluated=int(version))
-        return values | {"time/eval": time.monotonic() - started} if values else {}
+        return values
 
 
 def finite(values: dict[str, float]) -> dict[str, float]:

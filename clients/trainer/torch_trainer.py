@@ -35,6 +35,7 @@ from staleflow.clients.trainer.backends.base import (
 )
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.backends.flops import FlopsMeter
+from staleflow.clients.trainer.backends.host_copy import HostCopy
 from staleflow.clients.trainer.backends.learner import Learner, ShardedLearner, make_learner
 from staleflow.clients.trainer.backends.lr_schedule import learning_rate
 from staleflow.clients.trainer.backends.sharded_files import WeightFiles, open_model
@@ -81,6 +82,9 @@ class TorchTrainer:
         self._initial = False
         self._seconds = 0.0
         """Compute time of the current step so far."""
+        self._wait_to_update: Callable[[], None] = lambda: None
+        self._host_copy: HostCopy | None = None
+        """The published weights of a GPU's model, if they are published while the next step trains."""
         self.load(None)
         self._passes.check()
 
@@ -180,6 +184,8 @@ class TorchTrainer:
 
         Of a model with an adapter, these are the adapter's tensors only.
         """
+        if self._host_copy is not None:
+            return self._host_copy.start(published(self.learner.model))
         if self.learner.whole:
             return to_arrays(published(self.learner.model))
         return self.sharded_weights()
@@ -188,6 +194,18 @@ class TorchTrainer:
         """Return this rank's view of ``weights``, if the model is sharded."""
         assert isinstance(self.learner, ShardedLearner)
         return ModelShards(self.learner.tensors, self.learner.shards)
+
+    def set_before_update(self, wait: Callable[[], None]) -> None:
+        """Wait for the publication before each update, or for the copy of a GPU's model, which is made now."""
+        self._wait_to_update = wait
+        if self.learner.whole and self._ranks.device.type == "cuda":
+            self._host_copy = HostCopy(self._ranks.device)
+
+    def _before_update(self) -> None:
+        if self._host_copy is not None:
+            self._host_copy.before_update()
+        else:
+            self._wait_to_update()
 
     def gather(self) -> None:
         """Take part in an iteration over ``weights`` on rank 0."""
@@ -254,8 +272,12 @@ class TorchTrainer:
         learns = values["trainer/tokens"] > 0  # on any rank; AdamW would move the weights even for a zero gradient
         # during the critic's warm-up neither weights nor moments move: its advantages are not the critic's yet
         moves = learns and step >= self._config.trainer.critic_warmup
+        takes = moves and math.isfinite(values["loss"])
+        if takes:
+            waiting_at = time.monotonic()
+            self._before_update()
+            started_at += time.monotonic() - waiting_at
         try:
-            takes = moves and math.isfinite(values["loss"])
             norm = self.learner.step(step, scale=scale, take=takes, lr_factor=lr_factor)
         except (MemoryError, RuntimeError) as error:
             if out_of_memory(error):
@@ -381,6 +403,7 @@ class TorchTrainer:
             objective=self._objective,
             quarantine=self._quarantine,
             ranks=self._ranks,
+            before_update=self._before_update,
             no_room_to_copy=self._no_room_to_copy,
             no_room_to_step=self._no_room_to_step,
         )

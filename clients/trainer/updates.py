@@ -55,16 +55,19 @@ class Updates:
         objective: Objective,
         quarantine: GroupQuarantine,
         ranks: OneRank | ManyRanks,
+        before_update: Callable[[], None],
         no_room_to_copy: Callable[[TrainBatch, Exception], OutOfMemory],
         no_room_to_step: Callable[[TrainBatch, Exception], OutOfMemory],
     ) -> None:
-        """The last two make the errors for a snapshot and for an optimizer that do not fit."""
+        """``before_update``: called before each change of the weights. The last two make the errors for a snapshot and
+        for an optimizer that do not fit."""
         self._config = config
         self._learner = learner
         self._gradients = gradients
         self._objective = objective
         self._quarantine = quarantine
         self._ranks = ranks
+        self._before_update = before_update
         self._no_room_to_copy = no_room_to_copy
         self._no_room_to_step = no_room_to_step
 
@@ -72,6 +75,7 @@ class Updates:
         """Take all updates and return their metrics, or take none and raise or return ``bad``. Raises as ``train``."""
         self._start(batch, stopping)
         self._quarantine.raise_if_any(batch)
+        # ``restore`` needs no ``before_update``: before the first update it changes no byte, and later none is read.
         snapshot = self._snapshot(batch)
         try:
             return self._take(batch, step, stopping, snapshot)
@@ -141,6 +145,8 @@ class Updates:
         scale = objective.scale()
         values, lr_factor = objective.update_values(), objective.lr_factor()
         moves = update.tokens > 0 and step >= self._config.trainer.critic_warmup
+        if moves:
+            self._before_update()
         try:
             norm = learner.step(step, scale=scale, take=moves and math.isfinite(values["loss"]), lr_factor=lr_factor)
         except (MemoryError, RuntimeError) as error:

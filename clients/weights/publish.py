@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from staleflow.clients.weights import chunks
+from staleflow.clients.weights.host_buffer import HostBuffer
 from staleflow.clients.weights.local_upload import ServerFiles
 from staleflow.clients.weights.sharded import LedWeights, RankUpload, Spans, all_spans
 from staleflow.clients.weights.tensors import NamedTensors, in_memory, layout, with_digests
@@ -55,6 +56,7 @@ class Publisher:
         self._direct = direct
         self._source: DirectSource | None = None
         self._files = ServerFiles()
+        self._buffer = HostBuffer()
         self._places: Manifest | None = None
         """Layout of the last weights. Cached, because asking gathered weights for their shapes costs as much as for
         their bytes."""
@@ -79,8 +81,10 @@ class Publisher:
         is expected to have their names, dtypes and shapes. Raise ``ValueError`` if it has others. ``LedWeights`` are
         not iterated, unless readers get them from this process: every rank uploads its own part.
 
-        ``released`` is called as soon as the weights may change, if that is before the end. ``LedWeights`` are copied
-        for it, each rank's part by the rank itself, if main memory has room.
+        ``released`` is called as soon as the weights may change, if that is before the end: once they are copied.
+        Weights that are served directly are copied in any case. ``LedWeights`` (each rank's part by the rank itself)
+        and weights that are gathered one by one are copied if ``released`` is given and main memory has room. Arrays in
+        main memory are not: an upload that is repeated, since the server was restarted, reads them again.
         """
         if (source := self._opened_source()) is not None:
             weights = await asyncio.to_thread(source.hold, weights, lineage, version)
@@ -92,6 +96,11 @@ class Publisher:
 
         if isinstance(weights, LedWeights):
             return await self._publish_by_ranks(announced, weights, released)
+        if source is None and released is not None and not in_memory(weights):
+            copies = await asyncio.to_thread(self._buffer.copy, weights)
+            if copies is not None:
+                weights = copies
+                released()
         if self._places is None or in_memory(weights):
             self._places = await asyncio.to_thread(layout, weights)
         places, begin = self._places, announced(self._places.nbytes)

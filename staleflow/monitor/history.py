@@ -19,7 +19,11 @@ MAX_SPARKS = 60
 SPARK_INTERVAL_S = 0.9
 TRAINER_WINDOW_S = 60.0
 """Window for the shares of the trainer's time."""
-STEP_TIMES = ("time/step", "time/wait_for_batch", "time/train", "time/publish")
+STEP_TIMES = ("time/step", "time/wait_for_batch", "time/train", "time/publish", "time/checkpoint", "time/eval")
+STALLS = {"time/publish": "publish", "time/checkpoint": "checkpoint", "time/eval": "eval"}
+"""Stalls of a trainer that has its batch, which only its metrics show."""
+MAX_STALL_STEPS = 20
+"""Number of steps whose stalls divide the time with a batch."""
 
 
 @dataclass(slots=True)
@@ -46,6 +50,8 @@ class History:
     """Tokens per second of each engine, by worker."""
     trainer: deque[tuple[float, str]] = field(default_factory=deque[tuple[float, str]])
     """(elapsed seconds, activity of the trainer from then on)."""
+    _with_batch: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
+    """Seconds of the last steps with a batch, by activity."""
     _held_out_key: str = ""
     """Metric of ``held_out``: the first one that a line has."""
     _sparked_s: float = -SPARK_INTERVAL_S
@@ -85,7 +91,8 @@ class History:
     def trainer_time(self) -> tuple[tuple[str, float], ...]:
         """Return the shares of the trainer's activities in the last minute, training first.
 
-        Before there are two samples, return those of its last step.
+        The time with a batch is divided as in its last steps. Before there are two samples, return the shares of its
+        last step.
         """
         if len(self.trainer) < 2:
             return self._last_step()
@@ -97,9 +104,19 @@ class History:
         whole_s = sum(seconds.values())
         if whole_s <= 0:
             return ()
-        return tuple(
-            sorted(((doing, s / whole_s) for doing, s in seconds.items()), key=lambda it: (it[0] != "trains", -it[1]))
-        )
+        with_batch_s = seconds.pop("trains", 0.0)
+        seconds |= {doing: with_batch_s * share for doing, share in self._shares_with_batch().items()}
+        shares = ((doing, s / whole_s) for doing, s in seconds.items() if s)
+        return tuple(sorted(shares, key=lambda it: (it[0] != "trains", -it[1])))
+
+    def _shares_with_batch(self) -> dict[str, float]:
+        """Return the shares of the time with a batch in the last steps, by activity."""
+        totals = {"trains": 0.0} | dict.fromkeys(STALLS.values(), 0.0)
+        for step in self._with_batch.values():
+            for doing, seconds in step.items():
+                totals[doing] += seconds
+        whole_s = sum(totals.values())
+        return {doing: s / whole_s for doing, s in totals.items()} if whole_s > 0 else {"trains": 1.0}
 
     def _last_step(self) -> tuple[tuple[str, float], ...]:
         """Return the shares of the last step from the trainer's metrics, which do not contain the cause of a wait."""
@@ -107,8 +124,9 @@ class History:
         step_s, waited_s = times.get("time/step", 0.0), times.get("time/wait_for_batch", 0.0)
         if step_s <= 0:
             return ()
+        stalls = {doing: times[key] / step_s for key, doing in STALLS.items() if times.get(key)}
         waited = min(waited_s / step_s, 1.0)
-        return (("trains", 1.0 - waited), ("its batch", waited))
+        return (("trains", max(1.0 - waited - sum(stalls.values()), 0.0)), ("its batch", waited), *stalls.items())
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Add one line of ``metrics.jsonl``; every value is a number or None."""
@@ -125,7 +143,7 @@ class History:
         if self._held_out_key and (reward := line.get(self._held_out_key)) is not None:
             self.held_out[step] = float(reward)
         if "time/step" in line:
-            self.step_times = tuple((key, float(line[key])) for key in STEP_TIMES if line.get(key) is not None)
+            self._see_times(step, {key: float(line[key]) for key in STEP_TIMES if line.get(key) is not None})
         max_age, rate = line.get("off_policy/max"), line.get("perf/tokens_per_second")
         if (
             max_age is not None or rate is not None
@@ -136,6 +154,16 @@ class History:
             self.staleness_max = max(int(max_age), self.staleness_max or 0)
         if rate is not None:
             self.trained_per_s = float(rate)
+
+    def _see_times(self, step: int, times: Mapping[str, float]) -> None:
+        """Add the times of a step. A checkpoint and an evaluation are left out of steps that have none."""
+        self.step_times = tuple(
+            (key, s) for key, s in times.items() if s or key not in ("time/checkpoint", "time/eval")
+        )
+        stalls = {doing: times.get(key, 0.0) for key, doing in STALLS.items()}
+        self._with_batch[step] = {"trains": times.get("time/train", 0.0), **stalls}
+        while len(self._with_batch) > MAX_STALL_STEPS:
+            del self._with_batch[next(iter(self._with_batch))]
 
     def curve(self, values: Mapping[int, float]) -> tuple[float, ...]:
         """Return the values of the last steps."""

@@ -72,7 +72,8 @@ class Board:
     trainer: str
     """Current activity of the trainer."""
     trainer_time: tuple[tuple[str, float], ...]
-    """Shares of the trainer's last minute: ``trains``, or the cause of a wait as in ``trainer_waits`` of the status."""
+    """Shares of the trainer's last minute: ``trains``, the cause of a wait as in ``trainer_waits`` of the status, or a
+    stall with a batch: ``publish``, ``checkpoint``, ``eval``."""
     step_times: tuple[tuple[str, float], ...]
     """Seconds of the last step and of its parts, from the trainer's metrics."""
     limits: tuple[Limit, ...]

@@ -26,6 +26,9 @@ TIME = {
     "workers": ("░", "magenta"),
     "servers": ("░", "red"),
     "its batch": ("▒", "yellow"),
+    "publish": ("░", "blue"),
+    "checkpoint": ("░", "cyan"),
+    "eval": ("░", "green"),
 }
 """Glyph and colour of each activity of the trainer."""
 TONES = {"good": "green", "warn": "yellow", "bad": "bold red", "": ""}

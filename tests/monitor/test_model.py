@@ -153,7 +153,7 @@ def test_limits_say_how_much_of_each_is_used() -> None:
     assert {limit.name: (limit.used, limit.full) for limit in it.limits} == {
         "engines": (36, 96),
         "window": (16, 16),
-        "trainer": (0.75, 1.0),
+        "trainer": (pytest.approx(0.75 * 3.0 / 3.2), 1.0),
         "tokens": (40_000, 50_000),
     }
 
@@ -163,16 +163,30 @@ def test_the_trainers_last_minute_is_shared_out_by_what_it_did() -> None:
     for at_s, waits in ((0.0, "workers"), (40.0, ""), (80.0, "older groups"), (100.0, "engines"), (110.0, "")):
         history.see(shown(at_s=at_s, trainer_waits=waits))
     doing, shares = zip(*history.trainer_time(), strict=True)
-    assert doing == ("trains", "older groups", "engines")
-    assert shares == pytest.approx((1 / 2, 1 / 3, 1 / 6))
+    assert doing == ("trains", "older groups", "engines", "publish")
+    assert shares == pytest.approx((1 / 2 * 3.0 / 3.2, 1 / 3, 1 / 6, 1 / 2 * 0.2 / 3.2))
+
+
+def test_the_trainers_time_with_a_batch_is_divided_as_in_its_last_steps() -> None:
+    history, step = History(), {"time/wait_for_batch": 1.0, "time/train": 3.0, "time/publish": 0.5}
+    for at_s in (0.0, 60.0):
+        history.see(dataclasses.replace(shown(at_s=at_s), status=structs.replace(STATUS, metrics={})))
+    history.line({"step": 5, "time/step": 4.5, **step, "time/checkpoint": 0.0, "time/eval": 0.0})
+    history.line({"step": 6, "time/step": 7.5, **step, "time/checkpoint": 1.0, "time/eval": 2.0})
+    assert dict(history.trainer_time()) == pytest.approx(
+        {"trains": 0.6, "publish": 0.1, "checkpoint": 0.1, "eval": 0.2}
+    )
+    assert dict(history.step_times)["time/eval"] == 2.0
+    history.line({"step": 7, "time/step": 4.5, **step, "time/checkpoint": 0.0, "time/eval": 0.0})
+    assert [key for key, _ in history.step_times] == ["time/step", *step]
 
 
 def test_one_look_knows_the_trainers_last_step_only() -> None:
     history = History()
     history.see(shown())
     doing, shares = zip(*history.trainer_time(), strict=True)
-    assert doing == ("trains", "its batch")
-    assert shares == pytest.approx((3.2 / 4.2, 1.0 / 4.2))
+    assert doing == ("trains", "its batch", "publish")
+    assert shares == pytest.approx((3.0 / 4.2, 1.0 / 4.2, 0.2 / 4.2))
 
 
 def test_an_engine_keeps_its_curve_and_one_that_left_has_none() -> None:

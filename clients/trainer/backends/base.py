@@ -130,6 +130,19 @@ class AsyncBackend(Backend, Protocol):
         ...
 
 
+@runtime_checkable
+class OverlapBackend(Backend, Protocol):
+    """A backend that trains a step while the weights of the version before are still being published."""
+
+    def set_before_update(self, wait: Callable[[], None]) -> None:
+        """Call ``wait`` right before any change of the tensors that ``weights`` returned; it may raise.
+
+        Without this call, weights do not change while they are published. Weights that are copies, which stay as they
+        are until the next call of ``weights``, need no ``wait``.
+        """
+        ...
+
+
 def not_finite(**numbers: float) -> str:
     """Return the first number that is not finite, with its name; empty if all are finite."""
     for name, value in numbers.items():

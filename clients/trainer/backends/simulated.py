@@ -1,6 +1,7 @@
 """A trainer without a model: it sleeps, and publishes a few bytes that name the version. For trying the service."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -41,6 +42,9 @@ class SimulatedTrainer:
 
     def save(self, directory: Path) -> None:
         (directory / _STATE).write_bytes(msgspec.json.encode(self._state))
+
+    def set_before_update(self, wait: Callable[[], None]) -> None:
+        """Do nothing: each version is an array of its own."""
 
     def weights(self) -> Weights:
         return {"version": np.array([self._state.steps, self._state.mixed], np.int64)}

@@ -25,15 +25,20 @@ def to_array(tensor: Tensor) -> NDArray[Any]:
 
 def to_arrays(tensors: Mapping[str, Any]) -> Weights:
     """Return every tensor of a ``state_dict`` by name; of tied ones only the first name."""
+    return {name: to_array(tensor) for name, tensor in first_names(tensors).items()}
+
+
+def first_names(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a ``state_dict``, each once: of tied ones only the first name."""
     yielded: set[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = set()
-    arrays: dict[str, NDArray[Any]] = {}
+    first: dict[str, Tensor] = {}
     for name, value in tensors.items():
         tensor = torch.as_tensor(value)
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if place not in yielded or tensor.numel() == 0:
             yielded.add(place)
-            arrays[name] = to_array(tensor)
-    return arrays
+            first[name] = tensor
+    return first
 
 
 def named(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -21,6 +21,7 @@ from staleflow.clients.trainer.backends.base import (
     Array,
     AsyncBackend,
     OutOfMemory,
+    OverlapBackend,
     Published,
     StepResult,
     Stopped,
@@ -89,7 +90,7 @@ class OrderChannel(Protocol):
     def close(self) -> None: ...
 
 
-class RankBackend(StreamingBackend, AsyncBackend, Protocol):
+class RankBackend(StreamingBackend, AsyncBackend, OverlapBackend, Protocol):
     """A backend with an instance on every rank."""
 
     def gather(self) -> None:
@@ -173,6 +174,10 @@ class Leader:
         )
         with self._operation(Order.FINISH, text=_encode(header)):
             return self._backend.finish(batch, step)
+
+    def set_before_update(self, wait: Callable[[], None]) -> None:
+        """Only rank 0 waits: the others publish copies of their parts, or publish before they follow the next order."""
+        self._backend.set_before_update(wait)
 
     def weights(self) -> Published:
         return _LedWeights(self, self._backend.sharded_weights()) if self._backend.together else self._backend.weights()

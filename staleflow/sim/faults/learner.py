@@ -2,11 +2,12 @@
 
 ``train`` compares every row of a batch with the payloads that rollout workers pushed. The state is a hash chain over
 the digests of the trained batches, and a version's bytes are a function of the state, so ``reconcile`` knows each
-version's bytes.
+version's bytes. The published weights are those of the state at the moment at which they are read, as the tensors of a
+model are: read too late, they are those of the next version.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,14 +32,30 @@ WRITE_S = 0.005
 """Delay between two files of a checkpoint."""
 
 
-class Weights:
-    """The tensors of a state, gathered one by one."""
+class GatheredWeights:
+    """The tensors of the model, gathered one by one."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
+    def __init__(self, read: Callable[[], bytes]) -> None:
+        self._read = read
 
     def items(self) -> Iterator[tuple[str, Array]]:
-        yield from tensors_of(self._data)
+        yield from tensors_of(self._read())
+
+
+class LiveWeights(Mapping[str, Array]):
+    """The tensors of the model in main memory."""
+
+    def __init__(self, read: Callable[[], bytes]) -> None:
+        self._read = read
+
+    def __getitem__(self, name: str) -> Array:
+        return dict(tensors_of(self._read()))[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name, _ in tensors_of(self._read())])
+
+    def __len__(self) -> int:
+        return len(tensors_of(self._read()))
 
 
 class Learner:
@@ -51,6 +68,8 @@ class Learner:
         self._stages = stages(scene.config)
         self._state = Learned()
         self._parts: list[TrainBatch] = []
+        self._weights = GatheredWeights if random.Random(f"weights {scene.seed}").random() < 0.3 else LiveWeights
+        self._before_update: Callable[[], None] = lambda: None
 
     def check(self, directory: Path) -> None:
         """Do nothing: every complete checkpoint can be loaded."""
@@ -64,8 +83,11 @@ class Learner:
         (directory / STATE).write_bytes(self._state.to_bytes())
         self._thread.sleep(WRITE_S)
 
-    def weights(self) -> Weights:
-        return Weights(weights_of(self._scene.seed, self._state))
+    def set_before_update(self, wait: Callable[[], None]) -> None:
+        self._before_update = wait
+
+    def weights(self) -> GatheredWeights | LiveWeights:
+        return self._weights(lambda: weights_of(self._scene.seed, self._state))
 
     def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
         self.begin()
@@ -88,6 +110,7 @@ class Learner:
     def finish(self, batch: TrainBatch, step: Step) -> StepResult:
         self._parts = []
         self._check(batch)
+        self._wait_to_update()
         self._state, bad = self._state.after(batch.digest)
         return StepResult(bad="the loss is nan") if bad else StepResult(values={"loss": 0.0})
 
@@ -96,6 +119,12 @@ class Learner:
 
     def close(self) -> None:
         """Do nothing: no resource is held."""
+
+    def _wait_to_update(self) -> None:
+        conductor, counts = self._scene.conductor, self._scene.counts
+        now_s = conductor.now_s
+        self._before_update()
+        counts["a step waited for the version before" if conductor.now_s > now_s else "a step did not wait"] += 1
 
     def _refuse_untrainable(self, part: TrainBatch) -> None:
         groups = [GroupId(group) for group in dict.fromkeys(part.group_ids.tolist()) if is_untrainable(group)]

@@ -74,6 +74,21 @@ class Told:
         self.published.append((self._current + 1, weights["w"].tolist()))
         return Version(self._current + 1)
 
+    def begin_commit(self, weights: Weights) -> Version:
+        return self.commit(weights)
+
+    def before_update(self) -> None:
+        pass
+
+    def finish_commit(self) -> None:
+        pass
+
+    def commit_result(self) -> Callable[[], None]:
+        return self.finish_commit
+
+    def cancel_commit(self) -> None:
+        pass
+
     def checkpointed(self, lineage: int, version: int, *, keep: int) -> Version | None:
         if self.fenced:
             raise Fenced("another trainer has joined the run")
@@ -520,14 +535,19 @@ def test_held_out_prompts_are_evaluated_first_last_and_every_so_often(tmp_path: 
     }
 
 
-def test_times_add_up_and_idle_is_the_share_of_waiting(tmp_path: Path) -> None:
+def test_times_add_up_and_all_but_training_is_idle(tmp_path: Path) -> None:
     client = Told()
-    loop(tmp_path, client, Counting()).run()
+    loop(tmp_path, client, Counting(), config(steps=6, checkpoint_every=2, eval_every=2)).run()
     line = client.lines[0]
     parts = line["time/wait_for_batch"] + line["time/train"] + line["time/publish"]
     assert line["time/step"] == pytest.approx(parts)
-    assert line["trainer/idle_ratio"] == pytest.approx(0.25 / parts)
+    assert line["trainer/idle_ratio"] == pytest.approx(1 - line["time/train"] / parts)
     assert line["perf/tokens_per_second"] == pytest.approx(5 / parts)
+    saved = client.lines[1]
+    stalls = ("wait_for_batch", "publish", "checkpoint", "eval")
+    stalled = sum(saved[f"time/{name}"] for name in stalls)
+    assert saved["time/step"] == pytest.approx(saved["time/train"] + stalled)
+    assert saved["trainer/idle_ratio"] == pytest.approx(stalled / saved["time/step"])
     assert {"reward/mean", "reward/std", "length/mean", "length/p99", "off_policy/mean", "off_policy/max"} <= set(line)
 
 

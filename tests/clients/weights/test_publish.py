@@ -2,12 +2,12 @@
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 
-from staleflow.clients.weights import TRIES, Publisher, publish
+from staleflow.clients.weights import TRIES, NamedTensors, Publisher, host_buffer, publish
 from staleflow.clients.weights.local_upload import ServerFiles
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
@@ -24,6 +24,7 @@ from staleflow.protocols.wire.messages import (
     Reply,
     Request,
 )
+from staleflow.protocols.wire.tensors import Array
 
 WEIGHTS = {"scale": np.ones(1, np.float32), "a": np.zeros(1000, np.float32), "b": np.ones(1000, np.float32)}
 """The file has gaps between these tensors."""
@@ -87,6 +88,55 @@ async def test_a_version_of_which_nothing_arrives_or_other_bytes_is_given_up(aft
     with pytest.raises(Refused) as no:
         await published(server)
     assert (no.value.code, server.begun) == (Code.STALE, TRIES)
+
+
+class Gathered:
+    """Weights that change once they are released, as a model's do at the next update."""
+
+    def __init__(self) -> None:
+        self.iterated = 0
+        self.released = False
+
+    def items(self) -> Iterator[tuple[str, Array]]:
+        assert not self.released, "they are the weights of another version now"
+        self.iterated += 1
+        yield from WEIGHTS.items()
+
+    def release(self) -> None:
+        self.released = True
+
+
+async def released(server: Server, weights: NamedTensors, release: Callable[[], None]) -> RegisterVersionReply:
+    return await publisher(server).publish(
+        weights,
+        trainer_term=TrainerTerm(1),
+        lineage=Lineage(0),
+        version=Version(0),
+        batch=BatchId(1),
+        released=release,
+    )
+
+
+async def test_gathered_weights_are_copied_and_released_although_the_upload_is_repeated() -> None:
+    weights, server = Gathered(), Server(lost=2, after=1)
+    assert await released(server, weights, weights.release) == REGISTERED
+    assert (weights.released, weights.iterated, server.begun) == (True, 2, 3)
+
+
+async def test_weights_in_main_memory_are_not_released_before_the_end() -> None:
+    calls: list[None] = []
+    await released(Server(lost=1, after=None), WEIGHTS, lambda: calls.append(None))
+    assert calls == []
+
+
+async def test_without_room_for_a_copy_gathered_weights_are_read_to_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_buffer, "available", lambda: 1000)
+    weights, server = Gathered(), Server(lost=0, after=None)
+    assert await released(server, weights, weights.release) == REGISTERED
+    assert not weights.released
+    assert "training waits for each version" in caplog.text
 
 
 async def test_a_publisher_whose_own_write_finds_no_room_waits_for_it(

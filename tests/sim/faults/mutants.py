@@ -993,5 +993,23 @@ MUTANTS = (
         _other_digest,
         _rules("PUBLISHED"),
     ),
+    Mutant(
+        "weights change while they are being published",
+        TrainerClient,
+        "before_update",
+        _does_nothing,
+        _rules("LEARNED"),
+        ("kill", "slow link", "partition"),
+        seed=3,
+    ),
+    Mutant(
+        "nothing waits for a version that is being published",
+        TrainerClient,
+        "finish_commit",
+        _does_nothing,
+        _rules("PROGRESS"),
+        KILLS,
+        seed=3,
+    ),
     Mutant("a version is traced before its batch is consumed", training, "consume", _published_first, _rules("I5")),
 )

@@ -67,6 +67,7 @@ def test_every_fault_happened_and_every_rule_had_something_to_check() -> None:
     assert counts["trace: claim"] >= 50
     assert counts["a step began again"] >= 1
     assert counts["a group could not be trained"] >= 5
+    assert counts["a step waited for the version before"] >= 5
     assert [code for code in ("bad_version", "conflict") if counts[f"a false report: {code}"] < 5] == []
     assert counts["a term that nobody was given: denied"] >= 5
     assert [what for what in ("killed: relay", "stopped: relay") if faults[what] < 3] == []

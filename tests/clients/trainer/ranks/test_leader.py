@@ -110,6 +110,9 @@ class Recorded:
 
         return write
 
+    def set_before_update(self, wait: Callable[[], None]) -> None:
+        self.calls.append("set_before_update")
+
     def weights(self) -> Published:
         return {"a": np.zeros(2), "b": np.ones(1)}
 

@@ -1,0 +1,225 @@
+"""A version is published while its trainer continues; here its parameter server is held until the test lets it go."""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
+from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.process.readiness import SLOT_VARIABLE
+from staleflow.protocols.consistency.ids import GroupId, Version
+from tests.clients.trainer.service import Service, serving
+from tests.clients.trainer.test_client import joined, same
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with serving("coordination.admission=fill") as service:
+        yield service
+
+
+@pytest.fixture(autouse=True)
+def free(service: Service) -> Iterator[None]:
+    """The parameter server runs again after every test."""
+    yield
+    service.processes["parameters"].send_signal(signal.SIGCONT)
+
+
+def hold(service: Service) -> None:
+    """Stop the parameter server, so that whatever is published stays under way."""
+    service.processes["parameters"].send_signal(signal.SIGSTOP)
+
+
+def release(service: Service) -> None:
+    service.processes["parameters"].send_signal(signal.SIGCONT)
+
+
+class Model:
+    """Weights that are changed in place, as an optimizer does."""
+
+    def __init__(self, version: int) -> None:
+        self.array = np.full((300, 200), version, np.float32)
+
+    def weights(self) -> dict[str, Any]:
+        return {"w": self.array}
+
+    def step(self) -> None:
+        self.array += 1
+
+
+def sha(service: Service, version: int) -> str:
+    return str([event for event in service.trace("publish") if event["version"] == version][-1]["sha"])
+
+
+def expected_sha(version: int) -> str:
+    """The digest of a version that every element names."""
+    from staleflow.clients.weights.tensors import layout, tensor_of, with_digests
+    from staleflow.protocols.wire.manifest import digest
+
+    weights = Model(version).weights()
+    return with_digests(layout(weights), [digest(tensor_of("w", weights["w"]).data)]).sha
+
+
+def wait_sealed_ahead(service: Service, batch: TrainBatch) -> None:
+    """Wait until the batch after this one is sealed: without it, engines that lack a version cannot complete it."""
+    deadline = time.monotonic() + LIMIT_S
+    while not any(event["step"] == batch.step + 1 and event["batch"] > batch.batch for event in service.trace("seal")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def begun(trainer: TrainerClient, service: Service) -> tuple[Iterator[TrainBatch], TrainBatch, Model]:
+    """A trainer with a version under way, and the batch that was sealed ahead."""
+    model = Model(trainer.version)
+    batches = trainer.batches(trainer.version + 20)
+    first = next(batches)
+    wait_sealed_ahead(service, first)
+    hold(service)
+    trainer.before_update()
+    model.step()
+    assert trainer.begin_commit(model.weights()) == first.step + 1
+    return batches, next(batches), model
+
+
+def train_next(trainer: TrainerClient, batches: Iterator[TrainBatch]) -> None:
+    """The next step up to its update: a batch that is sealed in exchange may come before the answer."""
+    next(batches)
+    trainer.before_update()
+
+
+def test_the_next_batch_comes_while_the_version_is_being_published(service: Service) -> None:
+    with joined(service) as trainer:
+        batches, ahead, model = begun(trainer, service)
+        first = ahead.step - 1
+        assert trainer.version == first
+        assert [event for event in service.trace("publish") if event["version"] == first + 1] == []
+        waited = threading.Timer(0.3, release, (service,))
+        waited.start()
+        trainer.before_update()
+        assert not waited.is_alive(), "the weights may change only once they are read"
+        model.step()
+        assert trainer.begin_commit(model.weights()) == first + 2
+        assert trainer.finish_commit() == trainer.version == first + 2
+        batches.close()  # type: ignore[attr-defined]
+    assert [sha(service, first + 1), sha(service, first + 2)] == [expected_sha(first + 1), expected_sha(first + 2)]
+
+
+def test_a_streaming_trainer_gets_the_next_micro_batches_while_its_version_is_being_published(service: Service) -> None:
+    with joined(service) as trainer:
+        first, ahead = trainer.version, set[int]()
+        for micro_batch in trainer.stream(first + 4):
+            if micro_batch.header.step > trainer.version:
+                ahead.add(micro_batch.header.step)
+            if micro_batch.batch is not None:
+                trainer.before_update()
+                trainer.begin_commit(Model(micro_batch.batch.step + 1).weights())
+        assert trainer.finish_commit() == first + 4
+    assert ahead, "some micro-batches came before the version of the step before"
+    assert [sha(service, first + n) for n in range(1, 5)] == [expected_sha(first + n) for n in range(1, 5)]
+
+
+def test_a_version_whose_server_is_killed_is_published_with_its_own_bytes(service: Service) -> None:
+    with joined(service) as trainer:
+        _, ahead, model = begun(trainer, service)
+        service.processes["parameters"].kill()
+        service.processes["parameters"].wait()
+        service.start("parameters", "serve", "parameters")
+        trainer.before_update()
+        model.step()
+        assert trainer.finish_commit() == ahead.step
+    assert sha(service, ahead.step) == expected_sha(ahead.step)
+
+
+def test_a_trainer_that_is_gone_before_its_version_is_published_gets_the_batch_again(service: Service) -> None:
+    with joined(service) as trainer:
+        batches = trainer.batches(trainer.version + 20)
+        first = next(batches)
+        hold(service)
+        trainer.begin_commit(Model(first.step + 1).weights())
+    threading.Timer(0.3, release, (service,)).start()
+    with joined(service) as trainer:
+        again = next(trainer.batches(trainer.version + 1))
+    if again.step == first.step:  # the version of the trainer that is gone was not registered
+        assert same(first, again)
+    consumed = [event["step"] for event in service.trace("consume")]
+    assert sorted(set(consumed)) == list(range(len(set(consumed))))
+
+
+def test_the_error_of_a_batch_that_is_revoked_meanwhile_ends_the_wait_for_the_next_one(service: Service) -> None:
+    with joined(service) as trainer:
+        batches = trainer.batches(trainer.version + 20)
+        first = next(batches)
+        hold(service)
+        trainer.begin_commit(Model(first.step + 1).weights())
+        bad = GroupId(int(first.group_ids[0]))
+        stream = trainer._stream(trainer._term)  # pyright: ignore[reportPrivateUsage]
+        trainer.wait(stream.quarantine([bad], "its payload is damaged"))
+        threading.Timer(0.3, release, (service,)).start()
+        with pytest.raises(BadVersion, match=f"batch {first.batch} was revoked while it was trained"):
+            train_next(trainer, batches)
+        assert trainer.version == first.step
+        reply = trainer.join(first.lineage, Version(first.step))
+        sealed = next(trainer.batches(reply.version + 1))
+        assert (sealed.step, bad in sealed.group_ids) == (first.step, False)
+        trainer.commit(Model(first.step + 1).weights())
+    assert sha(service, first.step + 1) == expected_sha(first.step + 1)
+
+
+def test_a_fenced_trainer_learns_of_it_before_it_changes_its_weights(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SLOT_VARIABLE, "of-the-trainer")  # the newer takes the name of the older, still alive
+    with joined(service) as older:
+        first = next(older.batches(older.version + 20))
+        hold(service)
+        older.begin_commit(Model(first.step + 1).weights())
+        with joined(service):
+            release(service)
+            with pytest.raises(Fenced, match="another trainer has joined"):
+                older.before_update()
+
+
+def test_a_checkpoint_and_the_end_of_the_run_wait_for_the_version(service: Service) -> None:
+    with joined(service) as trainer:
+        _, ahead, _ = begun(trainer, service)
+        threading.Timer(0.3, release, (service,)).start()
+        assert trainer.checkpointed(ahead.lineage, Version(ahead.step)) == ahead.step
+        assert trainer.version == ahead.step
+    kept = [event["version"] for event in service.trace("checkpoint")]
+    assert kept[-1] == ahead.step
+
+
+def test_a_stop_request_leaves_the_version_time_to_be_published(service: Service) -> None:
+    with joined(service) as trainer:
+        _, ahead, _ = begun(trainer, service)
+        threading.Timer(0.2, release, (service,)).start()
+        trainer.interrupt()
+        assert trainer.finish_commit() == ahead.step
+    assert sha(service, ahead.step) == expected_sha(ahead.step)
+
+
+def test_metrics_of_a_step_follow_its_version_with_the_numbers_of_the_scheduler(service: Service) -> None:
+    with joined(service) as trainer:
+        _, ahead, _ = begun(trainer, service)
+        trainer.metrics(ahead.step - 1, {"loss": 0.5})  # type: ignore[arg-type]
+        release(service)
+        trainer.finish_commit()
+    path, deadline = service.run_dir / "metrics.jsonl", time.monotonic() + LIMIT_S
+    while True:
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        line = next((line for line in lines if line["step"] == ahead.step - 1 and line.get("loss") == 0.5), None)
+        if line is not None:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert line["time/publish_total"] > 0
+    assert line["off_policy/max"] <= 1
+    assert line["version"] == ahead.step
