@@ -1,6 +1,5 @@
 """Record that a shard stores for each pushed group, and its construction from a worker's push."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Segment, WorkerId
 from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.messages import Place, PushItem, RegisterPush
+from staleflow.protocols.wire.payload_digest import payload_digest
 from staleflow.protocols.wire.payload_limits import PLAIN, PayloadLimits
 from staleflow.protocols.wire.stages import ENVIRONMENT_REWARD
 from staleflow.protocols.wire.tensors import Array, arrays, pieces, unpack
@@ -34,7 +34,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: WorkerId
     sha: str
-    """Hex sha256 of the packed payload."""
+    """Digest of the packed payload, see ``payload_digest``."""
     nbytes: int
     truncated: bool
     segments: list[Segment]
@@ -101,13 +101,10 @@ def parse_push(
     if len(segments := payload.segment_summary()) > MAX_VERSIONS:
         raise ProtocolError(Code.MALFORMED, f"{len(segments)} segments by version; at most {MAX_VERSIONS} are allowed")
     parts: list[Data] = [*pieces(named)] if data is None else [data]
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
     rewards = payload.stages.get(ENVIRONMENT_REWARD)
     record = Record(
         worker=item.worker,
-        sha=digest.hexdigest(),
+        sha=payload_digest(parts),
         nbytes=sum(map(len, parts)),
         truncated=item.truncated,
         segments=segments,

@@ -5,7 +5,7 @@
 - A slab is reused, by the same worker, only when no live record lies in it, no pending push names it, and the worker no
   longer writes there. So bytes that a record refers to are never overwritten.
 - Its blocks are reserved at creation: a full disk is an error here, not a SIGBUS in the writer.
-- A slab has no index. Records, with their sha256, define its content; all other bytes are garbage, and slabs without
+- A slab has no index. Records, with their digests, define its content; all other bytes are garbage, and slabs without
   records are deleted at the next start.
 - A restarted shard keeps the slabs that records refer to and accepts no new push from them: the file that a worker
   still has mapped may have been replaced. The worker gets ``STALE`` and sends frames.
