@@ -215,8 +215,8 @@ class Versions:
         path = staged.path.with_name(f"{about.lineage}-{about.version}.bin")
         described = path.with_suffix(".json.part")
         earlier = self.stored.get(about.key)
+        # A damaged file of this version may lie in the other folder.
         moved = earlier.path if earlier is not None and earlier.path != path else None
-        """Damaged file of this version in the other folder."""
         with _room(str(about.key)):
             described.write_bytes(msgspec.json.encode(about))
             if staged.recycled:
