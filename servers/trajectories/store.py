@@ -151,7 +151,7 @@ class TrajectoryStore:
         if record.slab:
             self.slabs.hold(one.key, record.slab)
             return record
-        place = self.slabs.store(one.key, one.parts, record.nbytes, self.slab_room)
+        place = self.slabs.store(one.key, one.blob, self.slab_room)
         return record if place is None else msgspec.structs.replace(record, slab=place.slab, offset=place.offset)
 
     def slab_room(self) -> int:

@@ -54,7 +54,7 @@ def pushed(lease: int) -> Pushed:
         tokens=1,
         prompt_tokens=1,
     )
-    return Pushed(Key(GroupId(lease), LeaseId(lease)), record, [blob])
+    return Pushed(Key(GroupId(lease), LeaseId(lease)), record, blob)
 
 
 def shard(ledger: Ledger) -> tuple[Shard, Registrar]:

@@ -168,7 +168,7 @@ def pushed(number: int, slab: str = "", offset: int = 0) -> Pushed:
         slab=slab,
         offset=offset,
     )
-    return Pushed(key_of(number), record, () if slab else (data,))
+    return Pushed(key_of(number), record, b"" if slab else data)
 
 
 def test_a_slab_with_a_push_that_waits_for_its_commit_makes_no_room_for_another(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def pushed(number: int) -> Pushed:
         tokens=0,
         prompt_tokens=0,
     )
-    return Pushed(Key(GroupId(number), LeaseId(number)), record, [blob])
+    return Pushed(Key(GroupId(number), LeaseId(number)), record, blob)
 
 
 def opened(disk: Disk, folder: Path) -> TrajectoryStore:
