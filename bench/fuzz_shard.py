@@ -75,7 +75,7 @@ class ShardTarget:
         self._prompts = LoadedPrompts(PromptRows(rows))
         self._last = 0
         self._pushed: dict[Key, str] = {}
-        """Recently offered payloads, and the sha256 of each."""
+        """Recently offered payloads, and the digest of each."""
         self._given: list[messages.StageItem] = []
 
     async def begin(self) -> None:

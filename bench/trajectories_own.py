@@ -32,6 +32,7 @@ from staleflow.configs.schema import (
     Config,
     Coordination,
     Durability,
+    Environment,
     Prompts,
     Reward,
     Rollout,
@@ -168,6 +169,7 @@ def _config_of(shape: Shape, run_dir: Path) -> Config:
     prompts.write_bytes(b"".join(b'{"prompt": "%d"}\n' % number for number in range(ROWS)))
     config = Config(
         prompts=Prompts(path=str(prompts)),
+        environment=Environment(run="bench.none:Environment"),  # never imported: its rewards come with the groups
         reward=Reward(run="staleflow.examples.quickstart.task:reward"),
         staleness=Staleness(max_staleness=shape.max_staleness),
         rollout=Rollout(engine="simulated", group_size=GROUP),

@@ -20,10 +20,20 @@ from collections import defaultdict
 
 from bench.progress import tracked
 
-WAYS = ("staleflow", "staleflow, not verified", "ray", "safetensors", "zmq", "torch.save", "ray, torch tensors")
+WAYS = (
+    "staleflow",
+    "staleflow, on disk",
+    "staleflow, not verified",
+    "ray",
+    "safetensors",
+    "zmq",
+    "torch.save",
+    "ray, torch tensors",
+)
 COLUMNS = ("published", "mapped", "loaded", "cpu")
 WHAT = {
     "staleflow": "staleflow: each reader verifies all bytes",
+    "staleflow, on disk": "staleflow, parameters.store = disk",
     "staleflow, not verified": "staleflow, were they not verified",
     "ray": "ray.put of NumPy views",
     "safetensors": "safetensors on tmpfs",

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from staleflow.clients.weights import Publisher, Puller
 from staleflow.clients.weights.pull import PulledVersion
 from staleflow.configs.loading.load import addresses, from_json
-from staleflow.configs.schema import Config
+from staleflow.configs.schema import Config, VersionStore
 from staleflow.net.endpoint import Call, Endpoint
+from staleflow.process import memory_folder
 from staleflow.process.daemon import Stop
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
@@ -35,13 +36,13 @@ from staleflow.servers.parameters.main import serve_until
 
 CONFIG = b"""{
     "prompts": {"path": "p.jsonl"}, "reward": {"run": "staleflow.examples.quickstart.task:reward"},
-    "rollout": {"engine": "simulated"}, "trainer": {"backend": "simulated"}
+    "rollout": {"engine": "simulated"}, "trainer": {"backend": "simulated"}, "parameters": {"store": "%s"}
 }"""
 
 
-def _config(place: str) -> Config:
+def _config(place: str, store: VersionStore = "auto") -> Config:
     Path(place, "sock").mkdir(exist_ok=True)
-    return from_json(CONFIG)
+    return from_json(CONFIG.replace(b"%s", store.encode()))
 
 
 def _answer(call: Call) -> None:
@@ -70,10 +71,10 @@ def _answer(call: Call) -> None:
             call.refuse(Code.DENIED, "not here")
 
 
-def _serve(place: str) -> None:
+def _serve(place: str, store: VersionStore) -> None:
     """Scheduler and parameter server on one loop, until killed."""
     logging.disable(logging.INFO)
-    config = _config(place)
+    config = _config(place, store)
 
     async def serving() -> None:
         scheduler = Endpoint(addresses(config, Path(place)).scheduler, on_call=_answer)
@@ -86,9 +87,10 @@ def _serve(place: str) -> None:
 class OwnPublisher:
     """Publishes version after version."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, store: VersionStore = "auto") -> None:
         address = addresses(_config(place), Path(place)).parameters
-        self._server = multiprocessing.get_context("spawn").Process(target=_serve, args=(place,), daemon=True)
+        self._place = place
+        self._server = multiprocessing.get_context("spawn").Process(target=_serve, args=(place, store), daemon=True)
         self._server.start()
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._publisher = self._runner.run(_made(lambda: Publisher(address, worker=WorkerId("trainer.1"))))
@@ -108,6 +110,7 @@ class OwnPublisher:
         self._runner.close()
         self._server.kill()
         self._server.join()
+        memory_folder.remove(Path(self._place, "parameters"))
 
 
 class OwnReader:

@@ -4,7 +4,6 @@ A slab is reused once no record needs its content. The groups of a batch are nee
 reader must therefore drop or copy its views of them before that.
 """
 
-import hashlib
 import mmap
 import os
 from collections import OrderedDict
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import Place
+from staleflow.protocols.wire.payload_digest import matches
 from staleflow.protocols.wire.tensors import Array, unpack
 
 MAX_MAPPED = 256
@@ -56,9 +56,9 @@ class MappedSlabs:
 
 
 def checked(data: memoryview, sha: str) -> dict[str, Array]:
-    """Return the arrays of a payload, as views. Raise ``Unreadable`` unless it has this sha256."""
-    if hashlib.sha256(data).hexdigest() != sha:
-        raise Unreadable("the payload does not match its sha256")
+    """Return the arrays of a payload, as views. Raise ``Unreadable`` unless it has this digest."""
+    if not matches(data, sha):
+        raise Unreadable("the payload does not match its digest")
     try:
         return unpack(data)
     except ProtocolError as error:

@@ -37,6 +37,7 @@ from staleflow.protocols.consistency.limits import MAX_STALENESS, Bound, OnOverd
 
 Durability = Literal["process", "power"]
 DeltaKind = Literal["off", "raw", "compressed"]
+VersionStore = Literal["auto", "memory", "disk"]
 Preset = Literal["", "areal", "prime-rl", "slime", "staleflow", "verl"]
 
 
@@ -512,6 +513,11 @@ class Parameters(Section, frozen=True, kw_only=True):
     durability: Durability = "process"
     """Failures that a published version survives: ``process``: ``kill -9``; ``power``: also a power failure (synced
     before it counts)."""
+    store: VersionStore = "auto"
+    """Place of the versions, and of a relay's. `disk`: the run directory; the kernel writes each version back to the
+    disk. `memory`: a folder of this user in /dev/shm, removed at the end of the run. It survives ``kill -9``; after a
+    reboot the trainer publishes the version of its checkpoint again. `auto`: memory if all versions (`keep_versions` +
+    3) take at most half of the free memory and fit into /dev/shm, else disk; also disk with `durability` ``power``."""
     keep_versions: Positive = 2
     """Number of newest versions to keep even if unused, as long as budget and disk have room for the next one."""
     budget_mb: Annotated[int, Meta(ge=0, le=1 << 22)] = 0

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from staleflow.clients.main_memory import available
 from staleflow.clients.models.files import load_model, save_model
 from staleflow.clients.models.gradient_checkpointing import checkpoint_gradients
 from staleflow.clients.models.lora import adapt, load_adapter, published, save_adapter
@@ -48,6 +47,7 @@ from staleflow.clients.trainer.model_passes import ModelPasses
 from staleflow.clients.trainer.quarantine import GroupQuarantine
 from staleflow.clients.trainer.updates import Updates
 from staleflow.configs.schema import Config
+from staleflow.process.main_memory import available
 from staleflow.protocols.consistency.ids import Step, Version
 from staleflow.protocols.wire.messages import ModelLimits
 

@@ -39,7 +39,7 @@ def consistent(config: Config) -> None:
         rule(config)
     for rule in (_ranks, check_streaming, check_updates, _stages, _evaluated, _shards, _security, _binds, _metrics):
         rule(config)
-    for rule in (_trainer, _attention, check_engine, _gpus, _lease, check_evals, check_lora, check_memory):
+    for rule in (_trainer, _attention, check_engine, _gpus, _lease, check_evals, check_lora, check_memory, _store):
         rule(config)
 
 
@@ -72,6 +72,12 @@ def _lease(config: Config) -> None:
     if lease_s < MIN_LEASE_S:
         allowed = f"workers renew their leases once a second: it must be at least {MIN_LEASE_S:g}"
         raise ConfigError("scheduler.lease_s", lease_s, allowed)
+
+
+def _store(config: Config) -> None:
+    if config.parameters.store == "memory" and config.parameters.durability == "power":
+        allowed = 'with parameters.durability "power", which memory does not survive, it must be "disk" or "auto"'
+        raise ConfigError("parameters.store", "memory", allowed)
 
 
 def needs_model(config: Config) -> bool:

@@ -164,7 +164,10 @@ FIELDS = {
     "resource": ("", "the exhausted resource; `failing` is a disk with input/output errors"),
     "role": ("", "declared role: `rollout`, `stage`, `trainer`, `trajectories`, `parameters`, `relay`, `monitor`"),
     "segments": ("", "tokens by version, of all samples together, in ascending order of version"),
-    "sha": ("", "hex SHA-256 of the payload"),
+    "sha": (
+        "",
+        "digest of the payload: `blake3:` and 64 hex digits; of earlier releases, 64 hex digits of SHA-256",
+    ),
     "shard": ("", "trajectory server with the payload"),
     "spare": ("", "true: the group is redundant and not counted until a `promote`"),
     "step": ("step", "step k consumes batch k and publishes version k + 1"),

@@ -26,7 +26,10 @@ from staleflow.protocols.consistency.ledger import PAGE_ROWS, STEP_ROWS, Ledger
 Cell = int | str | bool | None
 Row = tuple[Cell, ...]
 
-FORMAT = 4
+FORMAT = 5
+"""Format of the rows. It rises when an earlier release could not read them rightly."""
+OLDER = (4,)
+"""Formats that are read, too. 4: the digests of all payload are SHA-256."""
 
 
 def row(ledger: Ledger, key: int) -> Row | None:
@@ -153,7 +156,7 @@ def _str(cell: Cell) -> str:
 def _restore_globals(ledger: Ledger, stored: Row) -> None:
     limits, window = ledger.limits, ledger.window
     fixed = (FORMAT, limits.max_staleness, limits.batch_size, str(limits.bound))
-    if stored[:4] != fixed:
+    if stored[1:4] != fixed[1:] or stored[0] not in (FORMAT, *OLDER):
         raise RestoreError(
             f"the ledger was stored with (format, max_staleness, batch_size, bound) {stored[:4]}, not {fixed}"
         )

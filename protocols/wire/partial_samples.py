@@ -1,6 +1,5 @@
 """Partial samples that move with a group to another instance. The shard and the receiving worker both check them."""
 
-import hashlib
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -9,21 +8,19 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import LeaseId
 from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.messages import PartialFrames
+from staleflow.protocols.wire.payload_digest import payload_digest
 from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.protocols.wire.tensors import arrays
 from staleflow.protocols.wire.trajectory import GroupPayload
 
 
 def partial_sha(header: PartialFrames, frames: Iterable[Data]) -> str:
-    """Return the hex sha256 of the samples and their header.
+    """Return the digest of the samples and their header.
 
     The instance that wrote the samples sends it to the scheduler, which passes it to the next instance. Without it
     another worker could replace the samples once the shard has dropped them for lack of room.
     """
-    digest = hashlib.sha256(msgspec.msgpack.encode(header))
-    for frame in frames:
-        digest.update(frame)
-    return digest.hexdigest()
+    return payload_digest((msgspec.msgpack.encode(header), *frames))
 
 
 def check_partial(

@@ -1,7 +1,7 @@
 """Arrays as raw little-endian frames, each described by a spec in the header that is checked before use.
 
 ``specs_and_frames`` and ``arrays`` copy nothing. ``pack`` and ``unpack`` use one blob instead, for stores: equal arrays
-give equal bytes in any order, so a blob can be identified by its sha256.
+give equal bytes in any order, so a blob can be identified by its digest.
 """
 
 import math

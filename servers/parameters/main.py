@@ -11,17 +11,22 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.load import addresses, config_sha
 from staleflow.configs.schema import Config
 from staleflow.net.client import Client, worker_id
+from staleflow.net.errors import Refused, RunOver, Unavailable
 from staleflow.net.security import server_sockets
 from staleflow.net.transport import SOCKETS, Transport
+from staleflow.process import memory_folder, readiness
 from staleflow.process.daemon import Stop, run
 from staleflow.process.host import raise_file_limit
-from staleflow.protocols.wire.messages import Attach, AttachReply
+from staleflow.protocols.wire.messages import Attach, AttachReply, GetStatus, SchedulerStatus
+from staleflow.servers.parameters.memory import open_memory
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.versions import Versions
 from staleflow.servers.runner import Tasks, serve_attached
 from staleflow.trace import run_history
 
 NAME = "parameters"
+END_TIMEOUT_S = 1.0
+"""Time to ask a scheduler, which may have stopped before, whether the run has ended."""
 
 
 def serve(config: Config, run_dir: Path) -> int:
@@ -64,7 +69,8 @@ def owned(folder: Path) -> Generator[None]:
 async def serve_until(stop: Stop, config: Config, run_dir: Path, *, transport: Transport = SOCKETS) -> None:
     """Serve until stopped; publishes in progress may finish."""
     where, worker = addresses(config, run_dir), worker_id(NAME)
-    versions = Versions(run_dir / NAME, durability=config.parameters.durability)
+    memory = open_memory(run_dir / NAME, config.parameters)
+    versions = Versions(run_dir / NAME, durability=config.parameters.durability, memory=memory)
     scheduler = Client(where.scheduler, worker=worker, transport=transport)
 
     def hello(address: str) -> Attach:
@@ -98,12 +104,31 @@ async def serve_until(stop: Stop, config: Config, run_dir: Path, *, transport: T
         versions.reach(attached.run)
         services[0].run = attached.run
 
-    await serve_attached(
-        stop,
-        bind=where.parameters,
-        scheduler=scheduler,
-        hello=hello,
-        make=make,
-        on_attached=on_attached,
-        transport=transport,
-    )
+    try:
+        await serve_attached(
+            stop,
+            bind=where.parameters,
+            scheduler=scheduler,
+            hello=hello,
+            make=make,
+            on_attached=on_attached,
+            transport=transport,
+        )
+    except RunOver:
+        memory_folder.remove(run_dir / NAME)
+        raise
+    if memory is not None and not readiness.slot() and await _has_finished(where.scheduler, transport):
+        memory_folder.remove(run_dir / NAME)
+
+
+async def _has_finished(address: str, transport: Transport) -> bool:
+    """Return True if the scheduler reports the end of the run: a server that was started by hand has no supervisor
+    that cleans up behind it."""
+    scheduler = Client(address, worker=worker_id(NAME), transport=transport)
+    try:
+        status = await scheduler.ask(GetStatus(), SchedulerStatus, timeout_s=END_TIMEOUT_S)
+    except (Refused, Unavailable):
+        return False
+    finally:
+        scheduler.close()
+    return status.finished

@@ -1,4 +1,4 @@
-"""Versions of the weights as files of one folder. Blocking: the owner of an event loop calls slow methods in a thread.
+"""Versions of the weights as files. Blocking: the owner of an event loop calls slow methods in a thread.
 
 - ``<lineage>-<version>.bin`` has the bytes, ``<lineage>-<version>.json`` describes them. The latter is written last, in
   one rename: without it, nothing of the version is visible.
@@ -7,6 +7,8 @@
 - Fresh pages cost several times as much as written ones. So the file of a deleted version that no reader has mapped
   becomes ``spare.part``, and the next version overwrites it. A reader locks the file for as long as it has it mapped.
 - ``durability = "power"``: a version is on disk before it is visible.
+- A version lies in the folder on disk, or in one in shared memory (``Memory``). The folder on disk has the note of the
+  newest registered version in any case, because it survives a reboot.
 """
 
 import logging
@@ -22,17 +24,21 @@ import msgspec
 
 from staleflow.configs.durable_files import make_folder, sync_path
 from staleflow.configs.schema import Durability
+from staleflow.process import memory_folder
 from staleflow.process.host import file_system
+from staleflow.process.main_memory import available
 from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, Version
 from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.manifest import Digest, check
 from staleflow.protocols.wire.messages import Manifest
+from staleflow.servers.parameters.memory import Memory
 from staleflow.store.disk_errors import Scarce, spared, state_of
 from staleflow.store.shared_file import SCARCE, hold, take
 from staleflow.trace import run_history
 
 log = logging.getLogger(__name__)
 
+SPARE = "spare.part"
 READ_BYTES = 1 << 20
 """Bytes read at once by a verification: a block that stays in the cache of a core."""
 
@@ -96,25 +102,33 @@ class Unwritable(NoRoom):
 class Versions:
     """Folder of versions. Created if it is missing, else cleaned of the remains of a killed process."""
 
-    def __init__(self, folder: Path, *, durability: Durability) -> None:
+    def __init__(self, folder: Path, *, durability: Durability, memory: Memory | None = None) -> None:
+        """``memory``: folder in shared memory for the versions that it accepts."""
         self._folder = folder
+        self._memory = memory
+        self._folders = [folder] if memory is None else [folder, memory.folder]
         self._sync = durability == "power"
-        self._spare = folder / "spare.part"
         self.stored: dict[VersionKey, Stored] = {}
         make_folder(folder)
-        self.reached = run_history.read(folder)
-        """Run and its newest registered version, as recorded in the folder."""
-        self._collect()
+        self._noted = {folder: run_history.read(folder) for folder in self._folders}
+        self.reached = self._noted[folder]
+        """Run and its newest registered version, as recorded in the folder on disk."""
+        if memory is not None and _contradicts(self._noted[memory.folder], self.reached):
+            log.warning("versions in %s deleted: they are not of this run directory", memory.folder)
+            memory_folder.clear(memory.folder)
+            self._noted[memory.folder] = run_history.KnownState()
+        for folder in self._folders:
+            self._collect(folder)
 
-    def _collect(self) -> None:
-        """Index the visible versions; remove all other files."""
-        for path in sorted(self._folder.glob("*.json")):
+    def _collect(self, folder: Path) -> None:
+        """Index the visible versions of a folder; remove all other files."""
+        for path in sorted(folder.glob("*.json")):
             if (about := _read(path)) is not None and path.with_suffix(".bin").exists():
                 self.stored[about.key] = Stored(about=about, path=path.with_suffix(".bin"))
-        visible = {stored.path.stem for stored in self.stored.values()}
+        visible = {stored.path for stored in self.stored.values()}
         for pattern in ("*.part", "*.bin", "*.json"):
-            for path in self._folder.glob(pattern):
-                if path.suffix == ".part" or path.stem not in visible:
+            for path in folder.glob(pattern):
+                if path.suffix == ".part" or path.with_suffix(".bin") not in visible:
                     _unlink(path)
 
     # Writing ---------------------------------------------------------------------------------------------------------
@@ -122,14 +136,24 @@ class Versions:
     def stage(self, key: VersionKey, nbytes: int) -> Staged:
         """Create a file of the right size for a version; its content is arbitrary.
 
-        Raise ``NoRoom`` if it does not fit, or ``Scarce``.
+        Raise ``NoRoom`` if it does not fit, or ``Scarce``; ``ConfigError`` if it can never fit into memory and must.
         """
-        path = self._folder / f"upload-{secrets.token_hex(8)}.part"
+        if self._memory is not None and self._memory.accepts(nbytes):
+            try:
+                return self._stage(self._memory.folder, key, nbytes)
+            except NoRoom as error:
+                if self._memory.required:
+                    raise
+                self._memory.leave(str(error))
+        return self._stage(self._folder, key, nbytes)
+
+    def _stage(self, folder: Path, key: VersionKey, nbytes: int) -> Staged:
+        path = folder / f"upload-{secrets.token_hex(8)}.part"
         try:
             with _room(str(key)):
                 recycled = self._recycle(path, nbytes)
                 if not recycled:
-                    self._check_room(key, nbytes)
+                    self._check_room(folder, key, nbytes)
                 with path.open("r+b" if recycled else "wb") as file:
                     file.truncate(nbytes)
                     if nbytes and not _has_room(file.fileno(), nbytes):
@@ -141,21 +165,25 @@ class Versions:
 
     def _recycle(self, path: Path, nbytes: int) -> bool:
         """Use the spare file if it has about the right size. Return False if not, or if another thread took it."""
+        spare = path.with_name(SPARE)
         try:
-            size = self._spare.stat().st_size
+            size = spare.stat().st_size
             if not size // 2 <= nbytes <= size:
-                _unlink(self._spare)
+                _unlink(spare)
                 return False
-            self._spare.chmod(0o644)
-            self._spare.replace(path)
+            spare.chmod(0o644)
+            spare.replace(path)
         except FileNotFoundError:
             return False
         return True
 
-    def _check_room(self, key: VersionKey, nbytes: int) -> None:
+    def _check_room(self, folder: Path, key: VersionKey, nbytes: int) -> None:
         """Raise ``NoRoom`` before creating a file that cannot fit: allocating it could fill the file system first."""
-        disk = os.statvfs(self._folder)
-        if nbytes > (free := disk.f_bavail * disk.f_frsize):
+        disk = os.statvfs(folder)
+        free = disk.f_bavail * disk.f_frsize
+        if folder != self._folder:  # shared memory may be larger than the memory that is free
+            free = min(free, available())
+        if nbytes > free:
             raise NoRoom(f"{key} has {nbytes} bytes; {free} bytes are free")
 
     def write(self, staged: Staged, offset: int, data: Data) -> None:
@@ -184,8 +212,11 @@ class Versions:
         except CorruptVersion:
             self.discard(staged)
             raise
-        path = self._folder / f"{about.lineage}-{about.version}.bin"
+        path = staged.path.with_name(f"{about.lineage}-{about.version}.bin")
         described = path.with_suffix(".json.part")
+        earlier = self.stored.get(about.key)
+        # A damaged file of this version may lie in the other folder.
+        moved = earlier.path if earlier is not None and earlier.path != path else None
         with _room(str(about.key)):
             described.write_bytes(msgspec.json.encode(about))
             if staged.recycled:
@@ -195,12 +226,16 @@ class Versions:
                 sync_path(staged.path)
             # Remove an old manifest before the bytes are replaced: a crash in between must not leave a manifest that
             # describes other bytes.
+            if moved is not None:
+                moved.with_suffix(".json").unlink(missing_ok=True)
             path.with_suffix(".json").unlink(missing_ok=True)
             staged.path.replace(path)
             path.chmod(0o444)
             described.replace(path.with_suffix(".json"))
             if self._sync:
-                sync_path(self._folder)
+                sync_path(path.parent)
+            if moved is not None:
+                _unlink(moved)
         return Stored(about=about, path=path, verified=_identity(path))
 
     def reach(self, run: str, key: VersionKey | None = None) -> None:
@@ -209,11 +244,15 @@ class Versions:
         was = self.reached
         newest = max(VersionKey(was.lineage, was.version), key or VersionKey(Lineage(0), Version(-1)))
         self.reached = run_history.KnownState(run=run, lineage=newest.lineage, version=newest.version)
-        if self.reached != was:
+        for folder in self._folders:  # the disk first: the record in memory must not be ahead of it
+            if self._noted[folder] == self.reached:
+                continue
             try:
-                run_history.write(self._folder, self.reached, sync=self._sync)
+                run_history.write(folder, self.reached, sync=self._sync)
             except OSError as error:
-                log.warning("could not record the newest version in %s: %s", self._folder, error)
+                log.warning("could not record the newest version in %s: %s", folder, error)
+                return
+            self._noted[folder] = self.reached
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
@@ -243,9 +282,10 @@ class Versions:
         Readers that have it mapped keep the bytes, and the version may be published again in the meantime. ``reuse``:
         keep the file as the spare for the next version if possible; the returned file does not exist then.
         """
-        path, aside = self.stored.pop(key).path, self._folder / f"gone-{secrets.token_hex(8)}.part"
+        path = self.stored.pop(key).path
+        aside, spare = path.with_name(f"gone-{secrets.token_hex(8)}.part"), path.with_name(SPARE)
         _move(path.with_suffix(".json"), aside.with_suffix(".json"))  # rename, because an unlink may wait for the disk
-        if not (reuse and not self._spare.exists() and _take_spare(path, self._spare)):
+        if not (reuse and not spare.exists() and _take_spare(path, spare)):
             _move(path, aside)
         return aside
 
@@ -257,6 +297,12 @@ class Versions:
     def delete(self, key: VersionKey) -> None:
         """Delete a version and its file."""
         self.remove(self.put_aside(key))
+
+
+def _contradicts(noted: run_history.KnownState, disk: run_history.KnownState) -> bool:
+    """Return True if a record in memory is not of the run directory that has the other record: the run directory was
+    deleted or restored from a backup since."""
+    return noted.run != disk.run or (noted.lineage, noted.version) > (disk.lineage, disk.version)
 
 
 @contextmanager

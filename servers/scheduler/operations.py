@@ -25,6 +25,7 @@ from staleflow.protocols.wire.messages import (
     Result,
     Results,
 )
+from staleflow.protocols.wire.payload_digest import shortened
 from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.handoff import Handoffs
 from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
@@ -87,7 +88,7 @@ class GroupOperations:
         if reason := self._invalid_reason(op):
             return self._reject(peer, op, Code.MALFORMED, reason)
         if isinstance(op, RegisterMissing) and not self._expects(op):
-            detail = f"group {op.group}: the ledger does not expect {op.sha[:12]} in shard {op.shard}"
+            detail = f"group {op.group}: the ledger does not expect {shortened(op.sha)} in shard {op.shard}"
             return self._reject(peer, op, Code.STALE, detail)
         return self._apply(peer, op)
 

@@ -1,6 +1,5 @@
 """Record that a shard stores for each pushed group, and its construction from a worker's push."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,9 +10,10 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Segment, WorkerId
 from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.messages import Place, PushItem, RegisterPush
+from staleflow.protocols.wire.payload_digest import payload_digest
 from staleflow.protocols.wire.payload_limits import PLAIN, PayloadLimits
 from staleflow.protocols.wire.stages import ENVIRONMENT_REWARD
-from staleflow.protocols.wire.tensors import Array, arrays, pieces, unpack
+from staleflow.protocols.wire.tensors import Array, arrays, pack, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
 
 MAX_ID = 1 << 61
@@ -34,7 +34,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: WorkerId
     sha: str
-    """Hex sha256 of the packed payload."""
+    """Digest of the packed payload, see ``payload_digest``."""
     nbytes: int
     truncated: bool
     segments: list[Segment]
@@ -62,13 +62,8 @@ class Pushed(NamedTuple):
 
     key: Key
     record: Record
-    parts: Sequence[Data]
-    """Consecutive parts of the packed payload; none if it lies in a slab already."""
-
-    @property
-    def blob(self) -> bytes:
-        """A copy of the packed payload."""
-        return b"".join(self.parts)
+    blob: bytes
+    """The packed payload; empty if it lies in a slab already."""
 
 
 ReadSlab = Callable[[WorkerId, Place], memoryview]
@@ -100,15 +95,14 @@ def parse_push(
     limits.check(payload)
     if len(segments := payload.segment_summary()) > MAX_VERSIONS:
         raise ProtocolError(Code.MALFORMED, f"{len(segments)} segments by version; at most {MAX_VERSIONS} are allowed")
-    parts: list[Data] = [*pieces(named)] if data is None else [data]
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
+    # One piece in place of many arrays: BLAKE3 gains more than the copy costs.
+    blob = pack(named) if data is None else b""
+    packed: Data = blob if data is None else data
     rewards = payload.stages.get(ENVIRONMENT_REWARD)
     record = Record(
         worker=item.worker,
-        sha=digest.hexdigest(),
-        nbytes=sum(map(len, parts)),
+        sha=payload_digest((packed,)),
+        nbytes=len(packed),
         truncated=item.truncated,
         segments=segments,
         samples=payload.sampled_lengths(),
@@ -118,7 +112,7 @@ def parse_push(
         slab="" if place is None else place.slab,
         offset=0 if place is None else place.offset,
     )
-    return Pushed(Key(item.group, item.lease), record, parts if place is None else ())
+    return Pushed(Key(item.group, item.lease), record, blob)
 
 
 def _in_slab(item: PushItem, place: Place, read_slab: ReadSlab | None) -> memoryview:

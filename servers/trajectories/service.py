@@ -47,6 +47,7 @@ from staleflow.protocols.wire.messages import (
     Slab,
     StageResult,
 )
+from staleflow.protocols.wire.payload_digest import shortened
 from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.protocols.wire.tensors import Array, arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import made_columns
@@ -408,7 +409,7 @@ class TrajectoryService(Service):
             raise Refused(Code.BUSY, f"group {group} is going through its stages again")
         if await self._shard.missing(group, sha):
             self._check_stock_now.set()
-        raise Refused(Code.STALE, f"group {group} with sha {sha[:12]} is not here")
+        raise Refused(Code.STALE, f"group {group} with sha {shortened(sha)} is not here")
 
     # Housekeeping ----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
 - A slab is reused, by the same worker, only when no live record lies in it, no pending push names it, and the worker no
   longer writes there. So bytes that a record refers to are never overwritten.
 - Its blocks are reserved at creation: a full disk is an error here, not a SIGBUS in the writer.
-- A slab has no index. Records, with their sha256, define its content; all other bytes are garbage, and slabs without
+- A slab has no index. Records, with their digests, define its content; all other bytes are garbage, and slabs without
   records are deleted at the next start.
 - A restarted shard keeps the slabs that records refer to and accepts no new push from them: the file that a worker
   still has mapped may have been replaced. The worker gets ``STALE`` and sends frames.
@@ -17,7 +17,7 @@
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from staleflow.net.errors import Refused
 from staleflow.process.host import boot_id
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
-from staleflow.protocols.wire.codec import Data, ProtocolError
+from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import GetSlab, Place, Slab
 from staleflow.protocols.wire.tensors import ALIGNMENT
 from staleflow.servers.trajectories.records import Key
@@ -202,22 +202,20 @@ class Slabs:
         slab.pending_pushes -= 1
         self._drop_if_retired(slab)
 
-    def store(self, key: Key, parts: Sequence[Data], nbytes: int, room: Callable[[], int]) -> Place | None:
+    def store(self, key: Key, blob: bytes, room: Callable[[], int]) -> Place | None:
         """Write payload that arrived in frames into the shard's own slab, for the record of ``key``.
 
         Return None if there is no room for another slab.
         """
-        own = self._maps.get(self._own_name)
+        own, nbytes = self._maps.get(self._own_name), len(blob)
         if (own is None or self._own_end + nbytes > len(own)) and (
             nbytes > self._slab_bytes or not self._open_own(room())
         ):
             return None
         own = self._maps[self._own_name]
-        start = offset = self._own_end
-        for part in parts:
-            own[offset : offset + len(part)] = part
-            offset += len(part)
-        self._own_end = offset + -offset % ALIGNMENT
+        start, end = self._own_end, self._own_end + nbytes
+        own[start:end] = blob
+        self._own_end = end + -end % ALIGNMENT
         self.hold(key, self._own_name)
         return Place(slab=self._own_name, offset=start, nbytes=nbytes)
 

@@ -1,8 +1,8 @@
-"""Payloads of one shard on disk: written once, never modified, each with its sha256.
+"""Payloads of one shard on disk: written once, never modified, each with its digest.
 
 - ``payloads`` has the packed arrays, unless they lie in a slab; ``records`` the metadata; ``columns`` the results of
   stages.
-- Bytes that do not match their sha256 are never returned: ``CorruptRecord`` is raised for them.
+- Bytes that do not match their digest are never returned: ``CorruptRecord`` is raised for them.
 - Every value is hashed together with its key, so that no value can be mistaken for that of another key.
 - A record without its payload, or a payload without its record, is damaged.
 """
@@ -16,6 +16,7 @@ import msgspec
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId
 from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.payload_digest import matches
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, pack, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
@@ -47,10 +48,10 @@ _records = msgspec.msgpack.Decoder(Record)
 
 
 class CorruptRecord(Exception):
-    """Stored bytes do not match their sha256, or are missing."""
+    """Stored bytes do not match their digest, or are missing."""
 
     def __init__(self, key: Key, what: str) -> None:
-        super().__init__(f"{what} of group {key.group}, lease {key.lease}, does not match its sha256")
+        super().__init__(f"{what} of group {key.group}, lease {key.lease}, does not match its digest")
         self.key = key
 
 
@@ -150,7 +151,7 @@ class TrajectoryStore:
         if record.slab:
             self.slabs.hold(one.key, record.slab)
             return record
-        place = self.slabs.store(one.key, one.parts, record.nbytes, self.slab_room)
+        place = self.slabs.store(one.key, one.blob, self.slab_room)
         return record if place is None else msgspec.structs.replace(record, slab=place.slab, offset=place.offset)
 
     def slab_room(self) -> int:
@@ -265,12 +266,11 @@ class TrajectoryStore:
 
 
 def unpack_verified(key: Key, record: Record, blob: bytes) -> dict[str, Array]:
-    """Return the arrays of a payload. Raise ``CorruptRecord`` unless they are a valid group with the sha256 of the
-    push.
+    """Return the arrays of a payload. Raise ``CorruptRecord`` unless they are a valid group with the push's digest.
 
-    Verifying at the push is not enough: a worker may write into its slab between the check of a push and its sha256.
+    Verifying at the push is not enough: a worker may write into its slab between the check of a push and its digest.
     """
-    if hashlib.sha256(blob).hexdigest() != record.sha:
+    if not matches(blob, record.sha):
         raise CorruptRecord(key, "the payload")
     try:
         payload = unpack(blob)

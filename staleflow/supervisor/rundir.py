@@ -123,6 +123,11 @@ def holder(run_dir: Path) -> str | None:
     return None
 
 
+def lost_supervisor(run_dir: Path) -> bool:
+    """Return True for a run directory that a supervisor has held, and none holds any more."""
+    return (run_dir / _LOCK).is_file() and holder(run_dir) is None
+
+
 def without_scheduler(run_dir: Path, process: str) -> str:
     """Explain why a run that ``process`` holds has no scheduler that listens."""
     try:

@@ -18,12 +18,14 @@ from staleflow.configs.loading.load import addresses
 from staleflow.configs.schema import Config
 from staleflow.net.errors import Refused, Unavailable
 from staleflow.net.security import OBSERVER_ROLES, check_keys, client_sockets
+from staleflow.process import memory_folder
 from staleflow.process.host import usable_cores
 from staleflow.process.sanitize import printable
 from staleflow.protocols.wire.messages import ParametersStatus, SchedulerStatus, Status
 from staleflow.supervisor import model, roles
 from staleflow.supervisor.children import Child
 from staleflow.supervisor.drain import drain
+from staleflow.supervisor.leftovers import sweep
 from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.roles import Kind, Role
 from staleflow.supervisor.stopping import Interrupted, StopSignals
@@ -96,6 +98,7 @@ class Supervisor:
             ) as self._versions,
         ):
             self._view.start()
+            sweep()
             try:
                 outcome, error = self._outcome()
                 self._watch.poll_now()
@@ -104,6 +107,7 @@ class Supervisor:
                 try:
                     self._drain()
                 finally:
+                    memory_folder.remove(self._run_dir / "parameters")
                     self._lifeline.close()
                     self._view.stop()
         summary = self._summary(outcome, error, status)

@@ -29,7 +29,7 @@ class Rule(StrEnum):
     ACKED_KEPT = "a push that was acknowledged is in a store, unless the trace says why it may go"
     KEPT_SENT = "what is in a store was sent by a worker"
     KEPT_BYTES = "what is in a store is byte for byte what its names and its worker's weights make it"
-    TRACED_SENT = "a push in the trace was sent by that worker, with the sha256 of the stored bytes"
+    TRACED_SENT = "a push in the trace was sent by that worker, with the digest of the stored bytes"
     ZOMBIE_NEVER = "a push that was refused as stale is not in the trace and not in a store"
     LEASE_ONCE = "a lease number is given once, higher than all before, to one group and one worker"
     SERVED_AGAIN = "a group whose lease expired or was aborted is served again under a higher lease"

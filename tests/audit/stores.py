@@ -4,7 +4,7 @@ A payload is stored under ``group || lease`` (two big-endian 64-bit numbers), in
 metadata, preceded by the sha256 of key and metadata. The blob lies in the file ``slab`` of the folder ``slabs`` that
 the record names, starting at byte ``offset``, or else in ``payloads``. A blob consists of ``sfa1``, the length of its
 description, the description (msgpack: name, dtype, shape of each array, sorted by name), and the arrays, each at a
-multiple of 64 bytes.
+multiple of 64 bytes. Its digest is ``blake3:`` and the hex BLAKE3 of the blob.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import lmdb
 import msgspec
 import numpy as np
+from blake3 import blake3
 
 from tests.audit.prf import Array
 
@@ -31,7 +32,7 @@ class Stored(NamedTuple):
 
     @property
     def sha(self) -> str:
-        return hashlib.sha256(self.blob).hexdigest()
+        return "blake3:" + blake3(self.blob).hexdigest()
 
     def arrays(self) -> dict[str, Array]:
         return unpacked(self.blob)

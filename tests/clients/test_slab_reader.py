@@ -3,7 +3,6 @@ read a slab."""
 
 import asyncio
 from collections.abc import Callable, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +30,7 @@ from staleflow.protocols.wire.messages import (
     StageItem,
     StageWork,
 )
+from staleflow.protocols.wire.payload_digest import payload_digest
 from staleflow.protocols.wire.tensors import pack
 from tests.clients.trainer.making import payload
 from tests.clients.weights.opened import open_files
@@ -63,7 +63,7 @@ class Shard:
     def _of(self, number: int) -> tuple[GroupId, Place, str]:
         blob = self._blobs[number]
         place = Place(slab=f"slab-{number}", offset=0, nbytes=len(blob))
-        return GroupId(self._shard * SLABS + number), place, sha256(blob).hexdigest()
+        return GroupId(self._shard * SLABS + number), place, payload_digest((blob,))
 
     def _look(self) -> None:
         if self._asks_for_more and len(self.finished) == SLABS:

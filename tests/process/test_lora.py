@@ -29,7 +29,7 @@ def trained(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_an_adapter_is_trained_published_resumed_and_evaluated(run_dir: Path) -> None:
-    with Run(run_dir, "smoke.toml", *SMALL, "trainer.steps=2") as run:
+    with Run(run_dir, "smoke.toml", *SMALL, "trainer.steps=2", "parameters.store=disk") as run:
         output = run.finish(END_S)
     assert run.process.returncode == 0, output
     first, second = trained(run_dir)

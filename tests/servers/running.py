@@ -84,6 +84,7 @@ def config_of(run_dir: Path, **sections: dict[str, Any] | list[dict[str, Any]]) 
         "trainer": {"backend": "simulated", "batch_size": 2, "steps": 10},
         "scheduler": {"map_mb": 16},
         "trajectories": {"map_mb": 16},
+        "parameters": {"store": "disk"},  # tests look into the files
     }
     for name, section in sections.items():
         table[name] = section if isinstance(section, list) else table.get(name, {}) | section

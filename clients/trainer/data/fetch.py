@@ -126,7 +126,7 @@ def unpacked(
 ) -> Iterator[FetchedGroup]:
     """Yield the groups of a reply after verification.
 
-    ``ProtocolError`` if frames and headers disagree; ``Unreadable`` if a packed group does not match its sha256 or is
+    ``ProtocolError`` if frames and headers disagree; ``Unreadable`` if a packed group does not match its digest or is
     not a group.
     """
     stage_columns = split_columns(reply.columns, frames, len(reply.groups))

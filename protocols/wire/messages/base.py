@@ -9,8 +9,8 @@ from staleflow.protocols.consistency.effects import Code
 PROTOCOL = 16
 """Protocol version, raised by one whenever a message changes in meaning or shape. Both sides must have the same one."""
 
-Sha = Annotated[str, msgspec.Meta(max_length=64)]
-"""A sha256 in hexadecimal, or empty."""
+Sha = Annotated[str, msgspec.Meta(max_length=71)]
+"""A digest of payload, ``blake3:`` and 64 hex digits; a hex sha256, of anything else; or empty."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 """A count sent by a peer, bounded so that sums of many counts fit the 64 bits of the store and the trace."""

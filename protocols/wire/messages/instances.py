@@ -69,7 +69,7 @@ class Assign(Message, frozen=True, kw_only=True):
     partial: LeaseId = LeaseId(0)
     """Lease under which that server keeps the partial samples of another instance, to continue from; 0: none."""
     partial_sha: Sha = ""
-    """Hash of the partial samples from that instance's ``RegisterYield``; the bytes from the shard must match it."""
+    """Digest of the partial samples from that instance's ``RegisterYield``; the bytes from the shard must match it."""
 
 
 class Pull(Message, frozen=True, kw_only=True):

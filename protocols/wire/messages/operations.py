@@ -90,7 +90,7 @@ class RegisterYield(Message, frozen=True, kw_only=True):
     version: Version
     """Newest version that wrote any of the samples; the lease's own if they are empty."""
     sha: Sha
-    """Hash of the samples and their header on the shard (``partial_samples.partial_sha``)."""
+    """Digest of the samples and their header on the shard (``partial_samples.partial_sha``)."""
     any_target: bool = False
     """The worker got no ``Yield``: the scheduler chooses an instance with a free place. The result ``busy`` means that
     all places are taken, and the next one of an instance is reserved for ten seconds: send the op again."""

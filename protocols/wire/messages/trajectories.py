@@ -116,7 +116,7 @@ class GetStageWork(Message, frozen=True, kw_only=True):
     held: list[int] = msgspec.field(default_factory=list[int])
     """Tickets of the groups that the worker has. Other groups dealt to it here never arrived and are dealt again."""
     checks: bool = False
-    """The worker checks the sha256 of every payload itself; otherwise the shard does so before the reply."""
+    """The worker checks the digest of every payload itself; otherwise the shard does so before the reply."""
     most_bytes: Count = 64 << 20
     """Maximum size of the reply's frames; its first group may exceed it."""
     calls: Count = 0
@@ -133,7 +133,7 @@ class StageItem(Part, frozen=True, kw_only=True):
     frames: list[TensorSpec]
     """Columns of other stages that this stage needs. The packed payload is the frame after these, or has a place."""
     sha: Sha
-    """Hash of the packed payload."""
+    """Digest of the packed payload."""
     place: Place | None = None
 
 
@@ -174,7 +174,7 @@ class GetGroups(Message, frozen=True, kw_only=True):
     host: str = ""
     """Kernel boot id of the reader, which maps payload in slabs if it equals the server's; "": send all in frames."""
     checks: bool = False
-    """The reader checks the sha256 of every payload itself: each is sent packed, as it is stored, and the stage columns
+    """The reader checks the digest of every payload itself: each is sent packed, as it is stored, and the stage columns
     of all groups in one frame a column."""
 
 
@@ -187,7 +187,7 @@ class GroupFrames(Part, frozen=True, kw_only=True):
     place: Place | None = None
     """Location of the packed payload in a slab."""
     packed: bool = False
-    """The only frame is the packed payload, with an unchecked sha256."""
+    """The only frame is the packed payload, with an unchecked digest."""
 
 
 class MadeColumn(Part, frozen=True, kw_only=True):

@@ -14,11 +14,12 @@ from staleflow.net.addresses import is_wildcard
 from staleflow.net.client import Client, worker_id
 from staleflow.net.security import server_sockets
 from staleflow.net.transport import SOCKETS, Transport
-from staleflow.process import readiness
+from staleflow.process import memory_folder, readiness
 from staleflow.process.daemon import Stop, run
 from staleflow.process.host import raise_file_limit
 from staleflow.protocols.wire.messages import Attach
 from staleflow.servers.parameters.main import FolderInUse, owned
+from staleflow.servers.parameters.memory import open_memory
 from staleflow.servers.parameters.relay.service import RelayService
 from staleflow.servers.parameters.relay.sources import Upstream
 from staleflow.servers.parameters.versions import Versions
@@ -90,7 +91,8 @@ async def serve_until(
     """Serve until stopped. ``mb_per_s``: limit of the incoming rate in 10^6 bytes per second; 0: none."""
     worker, parameters = worker_id(name), config.parameters
     to_scheduler = Client(scheduler, worker=worker, transport=transport)
-    versions = Versions(folder_of(run_dir, name), durability="process")
+    folder = folder_of(run_dir, name)
+    versions = Versions(folder, durability="process", memory=open_memory(folder, parameters))
     for key in list(versions.stored):
         versions.delete(key)  # left by an earlier relay, perhaps of another run
     upstream = Upstream(worker, bytes_per_s=mb_per_s * 1e6, deltas=parameters.delta != "off", transport=transport)
@@ -127,3 +129,4 @@ async def serve_until(
         await serve_attached(stop, bind=bind, scheduler=to_scheduler, hello=hello, make=make, transport=transport)
     finally:
         upstream.close()
+        memory_folder.remove(folder)

@@ -17,6 +17,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from staleflow.protocols.wire.payload_digest import payload_digest
 from staleflow.servers.trajectories.records import Record
 from staleflow.sim.virtual import Conductor, Killed, Process
 from staleflow.store.base import Buffer, Durability, StoreError, StoreFull, key_number
@@ -215,7 +216,7 @@ class Disk:
         blobs = dict(self.tables.get("payloads", {}))
         for key, record in self._in_slabs().items():
             blobs[key] = self._slab_bytes(record)
-        return {_group_lease(key): hashlib.sha256(blob).hexdigest() if blob else "" for key, blob in blobs.items()}
+        return {_group_lease(key): payload_digest((blob,)) if blob else "" for key, blob in blobs.items()}
 
     def _in_slabs(self) -> dict[bytes, Record]:
         return _placed(self.tables.get("records", {}))

@@ -16,8 +16,9 @@ from staleflow.clients.rollout.main import text_bytes
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.protocols.wire.manifest import digest, lay_out
 from staleflow.protocols.wire.messages import Manifest
+from staleflow.protocols.wire.payload_digest import payload_digest
 from staleflow.protocols.wire.stages import REFERENCE, REWARD, REWARD_COLUMN, STAGE
-from staleflow.protocols.wire.tensors import Array, pack
+from staleflow.protocols.wire.tensors import Array, pieces
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
 
 ROWS: Final = 500
@@ -144,7 +145,7 @@ def rewards_of(payload: GroupPayload) -> Array:
 
 def sha_of(payload: GroupPayload) -> str:
     """Return the sha by which a shard names the pushed group, without the columns of stages."""
-    return hashlib.sha256(pack(replace(payload, stages={}).to_arrays())).hexdigest()
+    return payload_digest(pieces(replace(payload, stages={}).to_arrays()))
 
 
 @dataclass(frozen=True, slots=True)

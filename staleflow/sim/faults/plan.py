@@ -217,7 +217,7 @@ def plan_of(seed: int, *, submitted: bool | None = None) -> Plan:
             "bind": [f"tcp://127.0.0.1:{7001 + shard}" for shard in range(shards)],
             "durability": random.Random(f"shards' durability {seed}").choice(("process", "power", "power")),
         },
-        "parameters": {"bind": "tcp://127.0.0.1:7100"},
+        "parameters": {"bind": "tcp://127.0.0.1:7100", "store": "disk"},
     }
     if table["coordination"]["composition"] == "length_clustered":  # type: ignore[index]
         table["coordination"]["ranker"] = "history"  # type: ignore[index]

@@ -5,7 +5,6 @@ reply when it arrives. ``Rogue`` sits at the same seam and sends messages that n
 """
 
 import asyncio
-import hashlib
 import random
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -48,6 +47,7 @@ from staleflow.protocols.wire.messages import (
     Result,
     Results,
 )
+from staleflow.protocols.wire.payload_digest import payload_digest
 from staleflow.protocols.wire.tensors import arrays, specs_and_frames, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.sim.faults.journal import Acknowledged, Committed, Key, Reported
@@ -215,7 +215,7 @@ class Line:
             except ProtocolError:
                 if not changed:
                     raise
-                keys.append((key, hashlib.sha256(data).hexdigest()))
+                keys.append((key, payload_digest((data,))))
                 continue
             sha = sha_of(payload)
             scene.journal.send(key, item.worker, sha, scene.conductor.now_s, payload)

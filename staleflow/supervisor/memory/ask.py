@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 
-from staleflow.clients.main_memory import available
 from staleflow.clients.memory.question import Measured, Question
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.hub import locate_model
 from staleflow.configs.placement import place
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
+from staleflow.process.main_memory import available
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 from staleflow.supervisor.memory.plan import Plan, plan
 

@@ -13,6 +13,7 @@ from staleflow.configs.placement import GPUs, Placement
 from staleflow.configs.pools import workers
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
+from staleflow.configs.version_store import in_memory, room_for
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 
 RUNTIME_BYTES = 512 << 20
@@ -21,6 +22,8 @@ SAMPLING_BYTES = 16
 """Bytes for each logit that the ``transformers`` engine samples from: four float32 arrays exist at once."""
 ZERO_BUCKET = 500_000_000
 """DeepSpeed's default number of elements of a communication buffer."""
+VERSIONS = "parameters"
+"""Process of the versions that lie in main memory."""
 WIDTH = {"float32": 4, "bfloat16": 2}
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "buffers")
 
@@ -97,6 +100,8 @@ def plan(
         if worker.rollout.engine not in ("transformers", "vllm", "simulated"):
             unknown.append(f"rollout-{number}: engine {worker.rollout.engine} has memory of its own")
     uses += models(config, measured, placement)
+    if in_memory(config.parameters, measured.trained_weights, free.get(None, 0)):
+        uses.append(Use(process=VERSIONS, weights=room_for(config.parameters, measured.trained_weights)))
     devices = [
         Device(gpu=gpu, free=free.get(gpu, 0), uses=[use for use in uses if use.gpu == gpu])
         for gpu in sorted({use.gpu for use in uses}, key=lambda gpu: (gpu is None, gpu or 0))
@@ -226,6 +231,8 @@ def _cache(config: Config, measured: Measured) -> int:
 def remedy(config: Config, device: Device) -> str:
     """Return the keys to change for a device that is too small: those of its largest part."""
     use, part = max(((use, part) for use in device.uses for part in PARTS), key=lambda pair: getattr(*pair))
+    if use.process == VERSIONS:
+        return 'set parameters.store to "disk"'
     shared = len(device.uses) > 1
     if use.process.startswith("rollout"):
         if config.rollout.engine == "vllm":

@@ -3,7 +3,6 @@
 import asyncio
 import signal
 from collections.abc import Sequence
-from hashlib import sha256
 from typing import Any, ClassVar
 
 import msgspec
@@ -25,6 +24,7 @@ from staleflow.protocols.wire.messages import (
     StageItem,
     StageWork,
 )
+from staleflow.protocols.wire.payload_digest import payload_digest
 from staleflow.protocols.wire.tensors import pack
 from tests.clients.stage.judged import group
 from tests.clients.trainer.service import REWARDS, Service, serving
@@ -93,7 +93,7 @@ def packed(one: StageGroup) -> memoryview:
 
 def given(one: StageGroup, ticket: int) -> StageItem:
     """Describe a group whose packed payload travels in a frame."""
-    sha = sha256(packed(one)).hexdigest()
+    sha = payload_digest((packed(one),))
     return StageItem(group=one.group, lease=LeaseId(1), ticket=ticket, row={}, frames=[], sha=sha)
 
 

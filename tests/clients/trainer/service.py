@@ -42,6 +42,8 @@ eval_prompts = 0
 shards = 2
 [scheduler]
 lease_s = 5.0
+[parameters]
+store = "disk" # tests look into the files
 """
 
 

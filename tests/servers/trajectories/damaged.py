@@ -4,7 +4,6 @@
 a damaged page may kill the process, and prints one JSON line for each.
 """
 
-import hashlib
 import json
 import os
 import sys
@@ -16,8 +15,9 @@ import numpy as np
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages import PushItem
+from staleflow.protocols.wire.payload_digest import payload_digest
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
-from staleflow.protocols.wire.tensors import Array, pack, specs_and_frames
+from staleflow.protocols.wire.tensors import Array, pieces, specs_and_frames
 from staleflow.servers.trajectories.records import Key, Pushed, parse_push
 from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.store import TABLES, Columns, CorruptRecord, TrajectoryStore, unpack_verified
@@ -112,8 +112,8 @@ def copied(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def named(arrays: dict[str, Array]) -> str:
-    """Hex sha256 of arrays."""
-    return hashlib.sha256(pack(arrays)).hexdigest()
+    """Digest of arrays."""
+    return payload_digest(pieces(arrays))
 
 
 def read(folder: Path) -> dict[str, str] | str:

@@ -1,7 +1,6 @@
 """Bytes that changed on disk are detected, reported to the scheduler, and never served."""
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,8 @@ from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.messages import Assign, GetGroups, Groups, Join, JoinReply, MemberRef
-from staleflow.protocols.wire.tensors import pack
+from staleflow.protocols.wire.payload_digest import payload_digest
+from staleflow.protocols.wire.tensors import pieces
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, Trainer, eventually, payload
 
 
@@ -109,7 +109,7 @@ async def test_a_damaged_record_is_given_up_and_the_others_go_on(run: Run) -> No
     _, rollout, assigns = await leased(run, 2)
     bad, good = assigns[:2]
     await rollout.push(bad, good)
-    sha = hashlib.sha256(pack(payload(bad.version, seed=bad.group).to_arrays())).hexdigest()
+    sha = payload_digest(pieces(payload(bad.version, seed=bad.group).to_arrays()))
     await flip_while_stopped(run, sha.encode())
     items, _ = await StageWorker(run).take()
     assert [item.group for item in items] == [good.group]

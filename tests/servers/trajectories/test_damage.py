@@ -124,7 +124,7 @@ async def served(folder: Path, ledger: Ledger) -> AsyncGenerator[TrajectoryServi
 
 
 async def fetched(service: TrajectoryService, key: Key, sha: str) -> str | None:
-    """sha256 of the bytes served for a group, or None if the request is refused."""
+    """Digest of the bytes served for a group, or None if the request is refused."""
     answer = Answer()
     service.on_call(Call(answer, Peer(b"trainer/1", 0.0, []), 1, GetGroups(groups=[key.group], shas=[sha]), []))
     reply, frames = await answer.came

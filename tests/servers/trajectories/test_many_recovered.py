@@ -1,7 +1,6 @@
 """A shard that starts with very many groups serves new requests without waiting for all of them to recover."""
 
 import asyncio
-import hashlib
 import tracemalloc
 from pathlib import Path
 from typing import cast
@@ -16,6 +15,7 @@ from staleflow.net.client import Client
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segment, Version, WorkerId
 from staleflow.protocols.wire.messages import Operations, RegisterPush, Result, Results
+from staleflow.protocols.wire.payload_digest import payload_digest
 from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.records import Key, Pushed, Record
 from staleflow.servers.trajectories.registrar import BATCH, Registrar
@@ -46,7 +46,7 @@ def pushed(lease: int) -> Pushed:
     blob = b"%d" % lease
     record = Record(
         worker=WorkerId("rollout-0"),
-        sha=hashlib.sha256(blob).hexdigest(),
+        sha=payload_digest((blob,)),
         nbytes=len(blob),
         truncated=False,
         segments=[Segment(Lineage(0), Version(0), 1)],
@@ -54,7 +54,7 @@ def pushed(lease: int) -> Pushed:
         tokens=1,
         prompt_tokens=1,
     )
-    return Pushed(Key(GroupId(lease), LeaseId(lease)), record, [blob])
+    return Pushed(Key(GroupId(lease), LeaseId(lease)), record, blob)
 
 
 def shard(ledger: Ledger) -> tuple[Shard, Registrar]:

@@ -197,18 +197,18 @@ def test_a_disk_that_takes_no_folder_and_tells_nothing_of_itself_is_no_slab(
     with monkeypatch.context() as at_present:
         at_present.setattr(os, call, no_room)
         assert of.give(ask(1), ROOM).name == ""
-        assert of.store(key(1), [b"payload"], 7, lambda: ROOM) is None
+        assert of.store(key(1), b"payload", lambda: ROOM) is None
     assert of.give(ask(2), ROOM).name
-    assert of.store(key(1), [b"payload"], 7, lambda: ROOM)
+    assert of.store(key(1), b"payload", lambda: ROOM)
 
 
 def test_without_a_descriptor_there_is_no_slab_and_with_one_again_there_is(tmp_path: Path) -> None:
     of, first = slabs(tmp_path), ask(1)
     with no_descriptor():
         assert of.give(first, ROOM).name == ""
-        assert of.store(key(1), [b"payload"], 7, lambda: ROOM) is None
+        assert of.store(key(1), b"payload", lambda: ROOM) is None
     assert of.give(ask(2), ROOM).name
-    assert of.store(key(1), [b"payload"], 7, lambda: ROOM)
+    assert of.store(key(1), b"payload", lambda: ROOM)
 
 
 def test_a_slab_of_the_shards_own_that_cannot_be_opened_is_tried_again(
@@ -225,9 +225,9 @@ def test_a_slab_of_the_shards_own_that_cannot_be_opened_is_tried_again(
     with monkeypatch.context() as at_present:
         at_present.setattr(Path, "open", scarce)
         for _ in range(3):
-            assert of.store(key(1), [b"payload"], 7, lambda: ROOM) is None
+            assert of.store(key(1), b"payload", lambda: ROOM) is None
             assert of.nbytes == 0
-    assert of.store(key(1), [b"payload"], 7, lambda: ROOM)
+    assert of.store(key(1), b"payload", lambda: ROOM)
     assert of.counts() == {"files": 1, "holding": 1, "bytes": MB}
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from hashlib import sha256
 from mmap import mmap
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +20,7 @@ from staleflow.process.host import boot_id
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages import GetSlab, Op, Place, Refusal, Reply, Result, Slab
+from staleflow.protocols.wire.payload_digest import payload_digest
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.servers.runner import Tasks
 from staleflow.servers.trajectories.filters import none
@@ -158,7 +158,7 @@ def pushed(number: int, slab: str = "", offset: int = 0) -> Pushed:
     data = data_of(number)
     record = Record(
         worker=WORKERS[0],  # for the shard, equal keys come from the same worker
-        sha=sha256(data).hexdigest(),
+        sha=payload_digest((data,)),
         nbytes=NBYTES,
         truncated=False,
         segments=[],
@@ -168,7 +168,7 @@ def pushed(number: int, slab: str = "", offset: int = 0) -> Pushed:
         slab=slab,
         offset=offset,
     )
-    return Pushed(key_of(number), record, () if slab else (data,))
+    return Pushed(key_of(number), record, b"" if slab else data)
 
 
 def test_a_slab_with_a_push_that_waits_for_its_commit_makes_no_room_for_another(tmp_path: Path) -> None:

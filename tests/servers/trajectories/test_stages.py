@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from hashlib import sha256
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,6 +28,7 @@ from staleflow.protocols.wire.messages import (
     StageWork,
     Status,
 )
+from staleflow.protocols.wire.payload_digest import payload_digest
 from staleflow.protocols.wire.tensors import Array, pack, specs_and_frames
 from staleflow.servers.trajectories import main as trajectories
 from staleflow.servers.trajectories import stage_calls, stage_reports
@@ -164,7 +164,7 @@ async def test_payload_is_looked_at_by_its_worker_or_else_by_the_shard(
         GetStageWork(stage="reward", worker=stage.worker, max_groups=1, checks=checks)
     )
     assert isinstance(work, StageWork)
-    assert [sha256(frame).hexdigest() for frame in frames] == [item.sha for item in work.items]
+    assert [payload_digest((frame,)) for frame in frames] == [item.sha for item in work.items]
     assert len(frames) == 1
     assert looked == ([] if checks else [work.items[0].group])
 

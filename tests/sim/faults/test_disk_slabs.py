@@ -1,12 +1,12 @@
 """Only the payloads in a changed or lost slab file of a simulated disk count as damaged."""
 
-import hashlib
 import random
 from pathlib import Path
 
 import pytest
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
+from staleflow.protocols.wire.payload_digest import payload_digest
 from staleflow.servers.trajectories import slabs as slab_files
 from staleflow.servers.trajectories.records import Key, Pushed, Record
 from staleflow.servers.trajectories.slabs import Slabs
@@ -23,7 +23,7 @@ def pushed(number: int) -> Pushed:
     blob = bytes([number]) * BLOB_BYTES
     record = Record(
         worker=WorkerId("w.1"),
-        sha=hashlib.sha256(blob).hexdigest(),
+        sha=payload_digest((blob,)),
         nbytes=BLOB_BYTES,
         truncated=False,
         segments=[],
@@ -31,7 +31,7 @@ def pushed(number: int) -> Pushed:
         tokens=0,
         prompt_tokens=0,
     )
-    return Pushed(Key(GroupId(number), LeaseId(number)), record, [blob])
+    return Pushed(Key(GroupId(number), LeaseId(number)), record, blob)
 
 
 def opened(disk: Disk, folder: Path) -> TrajectoryStore:

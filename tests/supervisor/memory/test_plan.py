@@ -40,6 +40,7 @@ MODEL = Measured(
 def config(trainer: dict[str, Any] | None = None, **sections: Any) -> Config:
     table: dict[str, Any] = {"prompts": {"source": "a:b"}, "reward": {"run": "a:b"}, "model": {"dtype": "bfloat16"}}
     table |= {"trainer": {"eval_prompts": 0, **(trainer or {})}, "rollout": {"max_inflight": 4, "max_new_tokens": 32}}
+    table |= {"parameters": {"store": "disk"}}
     return msgspec.convert(table | sections, Config)
 
 

@@ -14,7 +14,7 @@ def test_a_ledger_of_another_format_is_refused_and_left_alone(tmp_path: Path, mo
     held = Seat(table, "a").holds()
     with monkeypatch.context() as patched:
         patched.setattr("staleflow.protocols.consistency.snapshot.FORMAT", 2)
-        with pytest.raises(ConfigError, match=r"run directory is .*; the ledger was stored with \(format, .*\) \(4, "):
+        with pytest.raises(ConfigError, match=r"run directory is .*; the ledger was stored with \(format, .*\) \(5, "):
             table.restart()
     table.restart()
     assert table.interpreter.machine.state_counts()["leased"] == len(held) > 0

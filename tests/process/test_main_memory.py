@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.clients.main_memory import available
+from staleflow.process.main_memory import available
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("1000", 1000 - 700 + 200), ("600", 100), ("300", 0)])

@@ -1,0 +1,78 @@
+"""Folders in shared memory for the files of a folder on disk. They survive the death of a process, but no reboot.
+
+A folder is named after the folder on disk, whose owner alone may use it, and only this user may read it. It also names
+that folder, by which the remains of killed processes are found.
+"""
+
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from staleflow.process.host import file_system
+
+SHARED_MEMORY = Path("/dev/shm")
+_DISK_FOLDER = "disk-folder"
+"""File with the path of the folder on disk."""
+
+
+class Unusable(Exception):
+    """No folder can be made in shared memory."""
+
+
+def path_of(folder: Path) -> Path:
+    """Return the folder in shared memory that belongs to ``folder`` on disk. It may not exist."""
+    digest = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+    return SHARED_MEMORY / f"{_prefix()}{digest}"
+
+
+def create(folder: Path) -> Path:
+    """Create the folder in shared memory, or return the existing one. Raise ``Unusable``."""
+    path = path_of(folder)
+    try:
+        if file_system(SHARED_MEMORY.stat().st_dev) != "tmpfs":
+            raise Unusable(f"{SHARED_MEMORY} is not in memory")
+        path.mkdir(mode=0o700, exist_ok=True)
+        if not _is_private(path):
+            raise Unusable(f"{path} belongs to another user, or is no folder of this one alone: delete it")
+        (path / _DISK_FOLDER).write_bytes(os.fsencode(folder.resolve()))
+    except OSError as error:
+        raise Unusable(f"{error.filename or path}: {error.strerror}") from error
+    return path
+
+
+def clear(path: Path) -> None:
+    """Delete all files but the name of the folder on disk."""
+    for file in path.iterdir():
+        if file.name != _DISK_FOLDER:
+            file.unlink()
+
+
+def remove(folder: Path) -> None:
+    """Delete the folder in shared memory that belongs to ``folder`` on disk, if it exists and is this user's."""
+    with suppress(OSError):
+        if _is_private(path := path_of(folder)):
+            shutil.rmtree(path)
+
+
+def disk_folders() -> Iterator[Path]:
+    """Yield the folders on disk for which this user has folders in shared memory."""
+    for path in SHARED_MEMORY.glob(f"{_prefix()}*"):
+        with suppress(OSError):
+            if _is_private(path):
+                folder = Path(os.fsdecode((path / _DISK_FOLDER).read_bytes()))
+                if path_of(folder) == path:
+                    yield folder
+
+
+def _prefix() -> str:
+    return f"staleflow-{os.getuid()}-"
+
+
+def _is_private(path: Path) -> bool:
+    """Return True for a real folder that only this user can open. Other users may create files in shared memory."""
+    info = path.lstat()
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077

@@ -1,0 +1,20 @@
+"""Versions of the weights that runs of this user left in shared memory when they were killed."""
+
+import logging
+
+from staleflow.process import memory_folder
+from staleflow.supervisor import rundir
+
+log = logging.getLogger(__name__)
+
+
+def sweep() -> None:
+    """Remove the folders in shared memory of runs that died: their directory is gone, or has lost its supervisor.
+
+    Servers that were started by hand have no supervisor, and may be between two starts: their folders stay.
+    """
+    for folder in list(memory_folder.disk_folders()):
+        died = any(rundir.lost_supervisor(run_dir) for run_dir in folder.parents[:2])  # of a server, of a relay
+        if died or not folder.is_dir():
+            log.info("removing %s, which a run left in memory that was killed", memory_folder.path_of(folder))
+            memory_folder.remove(folder)

@@ -1,0 +1,33 @@
+"""Versions that killed runs left in shared memory are removed by the next start, those of others are not."""
+
+import fcntl
+from pathlib import Path
+
+import pytest
+
+from staleflow.process import memory_folder
+from staleflow.supervisor.leftovers import sweep
+
+
+@pytest.mark.parametrize("of", ["parameters", "relays/relay-0"])
+@pytest.mark.parametrize(
+    ("state", "stays"), [("died", False), ("deleted", False), ("running", True), ("started by hand", True)]
+)
+def test_only_the_remains_of_the_dead_are_removed(tmp_path: Path, of: str, state: str, stays: bool) -> None:
+    folder = tmp_path / "run" / of
+    folder.mkdir(parents=True)
+    path = memory_folder.create(folder)
+    (path / "0-0.bin").write_bytes(b"w")
+    lock = tmp_path / "run" / ".lock"
+    if state in ("died", "running"):
+        lock.write_text("1\n")
+    if state == "deleted":
+        folder.rmdir()
+    try:
+        with lock.open("a") if state == "running" else (tmp_path / "any").open("a") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            sweep()
+            assert path.exists() == stays
+    finally:
+        memory_folder.remove(folder)
+    assert not path.exists()
