@@ -90,6 +90,7 @@ METRICS: Final[dict[str, Metric]] = {
     "time/train": Metric("s", "forward and backward passes and the optimizer"),
     "time/publish": Metric("s", "time until the new version was durable"),
     "time/pull": Metric("s", "mean time from the order to load a version until an engine had it"),
+    "time/pause": Metric("s", "mean time for which an engine decoded nothing in order to load a version"),
     "time/reserve": Metric("s", "mean time for which a group was reserved: from its lease until it was pushed"),
     "time/checkpoint": Metric("s", "waiting for a checkpoint: for its copy, or until it is written"),
     "time/eval": Metric("s", "evaluating on the held-out prompts"),

@@ -2,8 +2,8 @@
 
 - Tensors that are maps of a file on this host (the parameter server's, or the unnamed one of downloaded bytes) are
   passed by path and offset. Each worker maps the same file, so the only copy is the one into the model.
-- Other tensors go through unnamed in-memory files of at most ``MAX_SPOOL_BYTES`` at a time. No mount limits these files,
-  and they end with this process.
+- Other tensors go through unnamed in-memory files of at most ``MAX_SPOOL_BYTES`` at a time. No mount limits these
+  files, and they end with this process.
 - A load is split into parcels, so that slow progress is distinguishable from a hang.
 
 Numpy and the standard library only.
