@@ -1,4 +1,5 @@
 # pyright: basic, reportMissingImports=false
+# mypy: disable-error-code="misc,no-untyped-call"
 """Count the bytes that a process of vLLM reads from published weights: the ``worker_extension_cls`` of a test."""
 
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from staleflow.clients.rollout.engines.vllm import receiver
 from staleflow.clients.rollout.engines.vllm.plugin import BACKEND
+from staleflow.clients.weights.mmap_cache import KeptMaps
 
 _mapped = receiver.mapped
 
@@ -30,9 +32,9 @@ class CountReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def mapped(*args: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def mapped(places: receiver.ParcelInfo, maps: KeptMaps) -> Iterator[tuple[str, torch.Tensor]]:
     """Note the memory of each tensor."""
-    for name, tensor in _mapped(*args):
+    for name, tensor in _mapped(places, maps):
         CountReads.maps.add(tensor.untyped_storage().data_ptr())
         yield name, tensor
 
