@@ -82,5 +82,5 @@ def over(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """
     if array.size == 0 or not array.flags.c_contiguous:
         return torch.from_numpy(np.array(array))
-    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
+    memory = memoryview((ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data))
     return torch.from_numpy(np.frombuffer(memory, array.dtype).reshape(array.shape))
