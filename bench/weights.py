@@ -6,7 +6,8 @@
     python -m bench.weights --peers /path/to/venv/bin/python Ray, safetensors and torch from an environment of their own
 
 Each way runs in turn, ``--repeat`` times, in fresh processes; each time a few versions follow each other after six that
-do not count, since a run publishes hundreds. The output is medians, beside one copy of the bytes by one thread:
+do not count, since a run publishes hundreds. The output is medians and, in brackets, the best round, beside one copy of
+the bytes by one thread:
 
 - *blocked*: until the publish returned, for which the trainer waits;
 - *mapped*: from the publish until the last reader could read the bytes;
@@ -25,6 +26,7 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 
 from bench.progress import tracked
 
@@ -85,7 +87,7 @@ def table(mb: int, options: argparse.Namespace) -> None:
     copy = statistics.median(copies)
     print(
         f"\n{mb} MiB, {options.readers} readers, load average {min(loads):.1f} to {max(loads):.1f};"
-        f" one copy by one thread: {copy:.3f} s ({mb / 1024 * 1.0737 / copy:.1f} GB/s)\n"
+        f" one copy by one thread: {spread(copies)} s ({mb / 1024 * 1.0737 / copy:.1f} GB/s)\n"
     )
     print(
         "| | blocked s | mapped s | paused s | loaded s | mapped / copy | paused / copy | loaded / ray | copied GiB"
@@ -96,18 +98,23 @@ def table(mb: int, options: argparse.Namespace) -> None:
     for way in options.ways:
         if not result[way]:
             continue
-        blocked, mapped, paused, loaded, cpu = (
-            statistics.median([one[name] for one in result[way]]) for name in COLUMNS
-        )
-        reach, relative = (f"{mapped:.3f}", f"{mapped / copy:.2f}") if mapped >= 0 else ("-", "-")
+        seconds = {name: [one[name] for one in result[way]] for name in COLUMNS}
+        blocked, mapped, paused, loaded = (spread(seconds[name]) for name in COLUMNS[:-1])
+        mapped_s, paused_s, loaded_s, cpu_s = (statistics.median(seconds[name]) for name in COLUMNS[1:])
+        reach, relative = (mapped, f"{mapped_s / copy:.2f}") if mapped_s >= 0 else ("-", "-")
         copied = "-"
         if way in COPIES:
             own, each = COPIES[way]
             copied = f"{(own + each * options.readers) * mb / 1024:.1f}"
         print(
-            f"| {WHAT[way]} | {blocked:.3f} | {reach} | {paused:.3f} | {loaded:.3f} | {relative} | {paused / copy:.2f}"
-            f" | {loaded / ray:.2f} | {copied} | {cpu:.2f} |"
+            f"| {WHAT[way]} | {blocked} | {reach} | {paused} | {loaded} | {relative} | {paused_s / copy:.2f}"
+            f" | {loaded_s / ray:.2f} | {copied} | {cpu_s:.2f} |"
         )
+
+
+def spread(seconds: Sequence[float]) -> str:
+    """Return the median and the best of several rounds: other processes of the machine only ever add time."""
+    return f"{statistics.median(seconds):.3f} ({min(seconds):.3f})"
 
 
 if __name__ == "__main__":
