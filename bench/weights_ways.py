@@ -214,11 +214,11 @@ def read(way: str, place: str, number: int, nbytes: int, pipe: "Connection[Any, 
         mapped = time.monotonic()
         views = reader.views()
         coming = next(views, None)  # everything before the first tensor happens while an engine decodes
-        ready = time.monotonic()
+        ready = loaded = time.monotonic()
         while coming is not None:
             np.copyto(own[coming[0]], coming[1])
+            loaded = time.monotonic()  # the last one: a version is released once the engine decodes again
             coming = next(views, None)
-        loaded = time.monotonic()
         assert all(array[0] == value and array[-1] == value for array in own.values())
         pipe.send((mapped, ready, loaded))
     reader.close()
