@@ -71,7 +71,8 @@ test-long: .venv/.installed ## long: every test that make test leaves out
 
 test-vllm: .venv-vllm/.installed ## the tests that need vLLM, in an environment of their own
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest -n 0 tests/clients/rollout/engines/vllm/test_model.py \
-		tests/clients/rollout/engines/vllm/test_engine.py tests/clients/rollout/engines/vllm/test_adapter.py \
+		tests/clients/rollout/engines/vllm/test_engine.py \
+		tests/clients/rollout/engines/vllm/test_tensor_parallel.py tests/clients/rollout/engines/vllm/test_adapter.py \
 		tests/clients/rollout/engines/vllm/test_server.py tests/process/test_vllm_run.py
 
 bench: .venv/.installed ## the tables of bench/, each with a peer or the raw limit beside it

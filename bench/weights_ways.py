@@ -3,7 +3,8 @@
     python -m bench.weights_ways WAY --mb 1024 --readers 4 --rounds 5
 
 Prints one JSON object a round: seconds from the beginning of the publish until the last reader can read the bytes
-(``mapped``), and until the last has them in tensors of its own (``loaded``). The module imports the product only for
+(``mapped``), and until the last has them in tensors of its own (``loaded``); and the longest time from a reader's first
+tensor to its last (``paused``). The module imports the product only for
 the product's own way, so that a peer may run in an environment of its own.
 """
 
@@ -217,11 +218,15 @@ def read(way: str, place: str, number: int, nbytes: int, pipe: "Connection[Any, 
         token, value = sent
         reader.reach(token)
         mapped = time.monotonic()
-        for name, view in reader.views():
-            np.copyto(own[name], view)
-        loaded = time.monotonic()
+        views = reader.views()
+        coming = next(views, None)  # everything before the first tensor happens while an engine decodes
+        ready = loaded = time.monotonic()
+        while coming is not None:
+            np.copyto(own[coming[0]], coming[1])
+            loaded = time.monotonic()  # the last one: a version is released once the engine decodes again
+            coming = next(views, None)
         assert all(array[0] == value and array[-1] == value for array in own.values())
-        pipe.send((mapped, loaded))
+        pipe.send((mapped, ready, loaded))
     reader.close()
 
 
@@ -285,22 +290,25 @@ def _turn(publisher: Publisher, arrays: Arrays, pipes: list[Any], value: int, *,
     times = [pipe.recv() for pipe in pipes]
     return {
         "published": published - began,
-        "mapped": -1.0 if early else max(mapped for mapped, _ in times) - began,
-        "loaded": max(loaded for _, loaded in times) - began,
+        "mapped": -1.0 if early else max(mapped for mapped, *_ in times) - began,
+        "paused": max(loaded - ready for _, ready, loaded in times),
+        "loaded": max(loaded for *_, loaded in times) - began,
         "cpu": cpu_s() - before,
     }
 
 
-_TARGET: Arrays = {}
+_TARGETS: list[NDArray[Any]] = []
+MAX_TARGETS = 32
+"""Number of tensors that copies are written to in turn: more than caches hold, and little beside a large version."""
 
 
 def memcpy(arrays: Arrays) -> float:
     """Seconds that one thread takes to copy the bytes into memory that is touched already."""
-    if not _TARGET:
-        _TARGET.update({name: np.array(array) for name, array in arrays.items()})
+    if not _TARGETS:
+        _TARGETS.extend(np.array(array) for _, array in zip(range(MAX_TARGETS), arrays.values(), strict=False))
     began = time.monotonic()
-    for name, array in arrays.items():
-        np.copyto(_TARGET[name], array)
+    for number, array in enumerate(arrays.values()):
+        np.copyto(_TARGETS[number % len(_TARGETS)], array)
     return time.monotonic() - began
 
 
@@ -310,7 +318,9 @@ def memcpy(arrays: Arrays) -> float:
 def ray_rounds(nbytes: int, readers: int, count: int, *, torch: bool) -> Iterator[dict[str, float]]:
     """``ray.put`` of a dictionary of NumPy views, or of torch tensors; one actor per reader fetches it."""
     ray = importlib.import_module("ray")
-    ray.init(num_cpus=readers, object_store_memory=4 * nbytes, log_to_driver=False, include_dashboard=False)
+    ray.init(
+        num_cpus=readers, object_store_memory=2 * nbytes + (256 << 20), log_to_driver=False, include_dashboard=False
+    )
     wrap = importlib.import_module("torch").from_numpy if torch else np.asarray
 
     class Actor:
@@ -345,6 +355,7 @@ def ray_rounds(nbytes: int, readers: int, count: int, *, torch: bool) -> Iterato
             yield {
                 "published": published - began,
                 "mapped": max(mapped for mapped, _ in times) - began,
+                "paused": max(loaded - mapped for mapped, loaded in times),
                 "loaded": max(loaded for _, loaded in times) - began,
                 "cpu": cpu_s() - before,
                 "memcpy": memcpy(arrays),

@@ -332,7 +332,7 @@ class Vllm(Section, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of each GPU's memory, including weights. Lower it where a trainer shares the GPU."""
     tensor_parallel: Processes = 1
-    """Number of GPUs that share the model of one instance."""
+    """Number of processes that share the model of one instance, each with a GPU, or with at least one core of a CPU."""
     kv_cache_mb: Mebibytes = 512
     """Size of the KV cache in MiB, on a CPU only."""
     prefix_caching: bool = True

@@ -111,6 +111,7 @@ class Worker:
             generated_tokens=stats.generated_tokens,
             steps=stats.steps,
             busy_s=self._engine.busy_s(),
+            paused_s=stats.paused_s,
             episodes=environments.under_way if environments is not None else 0,
             episodes_waiting=environments.waiting if environments is not None else 0,
             evaluated_tokens=self._evaluator.sampled_tokens if self._evaluator is not None else 0,

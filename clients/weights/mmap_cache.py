@@ -28,9 +28,10 @@ class _File:
 class KeptMaps:
     """The most recently used ``MAX_FILES`` files that are not deleted. Thread-safe."""
 
-    def __init__(self, prot: int) -> None:
-        """``prot``: protection of the maps, as for ``mmap``."""
+    def __init__(self, prot: int, flags: int = mmap.MAP_SHARED) -> None:
+        """``prot`` and ``flags``: protection and kind of the maps, as for ``mmap``."""
         self._prot = prot
+        self._flags = flags
         self._kept: OrderedDict[FileId, _File] = OrderedDict()
         self._lock = threading.Lock()
         self._closed = False
@@ -50,7 +51,7 @@ class KeptMaps:
         with self._lock:
             file = self._file(status, opened)
             if file.content is None or len(file.content) != status.st_size:
-                file.content = mmap.mmap(file.descriptor, status.st_size, prot=self._prot)
+                file.content = mmap.mmap(file.descriptor, status.st_size, flags=self._flags, prot=self._prot)
             return file.content
 
     def __contains__(self, status: os.stat_result) -> bool:

@@ -10,6 +10,7 @@
 import asyncio
 import logging
 import mmap
+import os
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -153,12 +154,15 @@ class Remote:
 
 
 def room(nbytes: int) -> mmap.mmap:
-    """Allocate memory whose pages are zeroed on first write.
+    """Allocate memory whose pages are zeroed on first write, as an unnamed file.
 
-    A ``bytearray`` would be zeroed at once: for a large version that takes seconds, during which it blocks every thread
-    of the process.
+    Other processes can map such a file, so that an engine whose workers are processes loads from it without a copy in
+    between. A ``bytearray`` would be zeroed at once: for a large version that takes seconds, during which it blocks
+    every thread of the process.
     """
-    return mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with open(os.memfd_create("staleflow-weights"), "wb") as file:
+        file.truncate(max(nbytes, 1))
+        return mmap.mmap(file.fileno(), max(nbytes, 1))
 
 
 def is_free(buffer: mmap.mmap) -> bool:

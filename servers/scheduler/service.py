@@ -462,7 +462,7 @@ class Service:
         self._instances.report(instance, call, body, now)
         self._evaluations.reported(instance, body.evaluation, now)
         if ordered is not None and instance.pull is None:
-            self._metrics.pulled((now - since_ms) / 1000)
+            self._metrics.pulled(worker, (now - since_ms) / 1000, body.stats.paused_s)
 
     def _count_generated(self, worker: WorkerId, generated: int) -> None:
         """Add the tokens since the last report to the totals.

@@ -94,6 +94,7 @@ METRICS: Final[dict[str, Metric]] = {
     ),
     "time/publish_total": Metric("s", "time from the start of publishing the step's version until it was durable"),
     "time/pull": Metric("s", "mean time from the order to load a version until an engine had it"),
+    "time/pause": Metric("s", "mean time for which an engine decoded nothing in order to load a version"),
     "time/reserve": Metric("s", "mean time for which a group was reserved: from its lease until it was pushed"),
     "time/checkpoint": Metric("s", "waiting for a checkpoint: for its copy, or until it is written"),
     "time/eval": Metric("s", "evaluating on the held-out prompts"),

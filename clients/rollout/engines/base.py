@@ -127,7 +127,8 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Current counts, except ``generated_tokens``, ``steps`` and ``preemptions``, which are cumulative."""
+    """Current counts, except ``generated_tokens``, ``steps``, ``preemptions`` and ``paused_s``, which are totals since
+    the engine was created."""
 
     running: int = 0
     waiting: int = 0
@@ -145,6 +146,8 @@ class EngineStats:
     """Total number of decode steps since the engine was created."""
     preemptions: int = 0
     """Total number of times that a running request lost its KV cache to others and had to be read again."""
+    paused_s: float = 0.0
+    """Total seconds in which decoding stood still to load weights."""
 
 
 class Engine(Protocol):

@@ -1,6 +1,7 @@
 # pyright: basic, reportMissingImports=false
 """Load the tensors of a published version into a model, in place: all of them or none."""
 
+import ctypes
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,4 +72,15 @@ def _copy(target: torch.Tensor, array: np.ndarray[Any, Any]) -> None:
     if target.device.type == "cpu":
         np.copyto(target.numpy(), array)
     else:
-        target.copy_(torch.from_numpy(np.array(array)))
+        target.copy_(over(array))
+
+
+def over(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return a tensor over the bytes of an array in C order, which may be read-only: the tensor must not be written.
+
+    ``torch.from_numpy`` warns for such an array. A copy, for a GPU, would double what the host does during a load.
+    """
+    if array.size == 0 or not array.flags.c_contiguous:
+        return torch.from_numpy(np.array(array))
+    memory = memoryview((ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data))
+    return torch.from_numpy(np.frombuffer(memory, array.dtype).reshape(array.shape))

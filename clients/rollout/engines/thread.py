@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,7 @@ class EngineThread:
         self._load: PendingLoad | None = None
         self._stats = engine.stats()
         self._busy_s = 0.0
+        self._paused_s = 0.0
         self._step_started_at: float | None = None
         self._throughput = Throughput()
         self._closing = False
@@ -131,7 +132,10 @@ class EngineThread:
                 self._inbox.get(block=idle)()
                 idle = False
         except queue.Empty:
-            self._stats = self._engine.stats()
+            self._refresh()
+
+    def _refresh(self) -> None:
+        self._stats = replace(self._engine.stats(), paused_s=self._paused_s)
 
     def _step(self) -> None:
         self._step_started_at = started_at = time.monotonic()
@@ -139,7 +143,7 @@ class EngineThread:
         now = time.monotonic()
         self._step_started_at = None
         self._busy_s += now - started_at
-        self._stats = self._engine.stats()
+        self._refresh()
         self._throughput.record(self._stats.generated_tokens)
         if ended:
             self._call_soon(self._deliver, ended)
@@ -170,11 +174,14 @@ class EngineThread:
         load = self._load
         if load is None or (self._drain and self._stats.running):
             return
+        failed, started_at = None, time.monotonic()
         try:
             self._engine.load(load.tensors, load.lineage, load.version)
-            self._call_soon(_resolve, load.done, None)
         except EngineError as error:
-            self._call_soon(_resolve, load.done, error)
+            failed = error
+        self._paused_s += time.monotonic() - started_at
+        self._refresh()
+        self._call_soon(_resolve, load.done, failed)
         self._load = None
         self._engine.joining = True
 

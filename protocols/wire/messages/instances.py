@@ -31,6 +31,8 @@ class InstanceStats(Part, frozen=True, kw_only=True):
     """Number of decode steps since the process started; each writes one token of every running sample."""
     busy_s: float = 0.0
     """Seconds with at least one running sample, since the process started."""
+    paused_s: float = 0.0
+    """Seconds in which decoding stood still to load weights, since the process started; 0: unknown."""
     episodes: Count = 0
     """Number of environment episodes in progress."""
     episodes_waiting: Count = 0

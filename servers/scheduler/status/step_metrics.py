@@ -46,6 +46,9 @@ class StepMetrics:
         self._busy: dict[str, tuple[float, int]] = {}
         self._pulls_s: list[float] = []
         """Durations of the pulls of this step."""
+        self._pauses_s: list[float] = []
+        """Times for which loads of this step paused engines."""
+        self._paused_s: dict[str, float] = {}
         self._since_ms: dict[LeaseId, int] = {}
         self._leases_s: list[float] = []
         """Lease durations of the groups pushed in this step."""
@@ -64,9 +67,13 @@ class StepMetrics:
         """Count a pushed group. ``samples``: tokens of each sample."""
         self._totals.counts.samples_pushed += len(samples)
 
-    def pulled(self, seconds: float) -> None:
-        """Record the time from a pull command until the instance has loaded the weights."""
+    def pulled(self, worker: str, seconds: float, paused_s: float) -> None:
+        """Record a load: the time since its command, and the total time for which loads have paused the engine."""
         self._pulls_s.append(seconds)
+        before_s = self._paused_s.get(worker)
+        self._paused_s[worker] = paused_s
+        if before_s is not None and paused_s > before_s:  # else the first load, or an engine that does not measure
+            self._pauses_s.append(paused_s - before_s)
 
     def on_reserved(self, effect: Reserved) -> None:
         self._since_ms[effect.lease] = self._clock.now_ms()
@@ -185,9 +192,9 @@ class StepMetrics:
         }
 
     def _waits(self) -> Line:
-        """Return the mean pull and lease durations of this step; a key is omitted if there were none."""
-        taken = {"time/pull": self._pulls_s, "time/reserve": self._leases_s}
-        self._pulls_s, self._leases_s = [], []
+        """Return the mean pull, pause and lease durations of this step; a key is omitted if there were none."""
+        taken = {"time/pull": self._pulls_s, "time/pause": self._pauses_s, "time/reserve": self._leases_s}
+        self._pulls_s, self._pauses_s, self._leases_s = [], [], []
         return {name: sum(seconds) / len(seconds) for name, seconds in taken.items() if seconds}
 
     def _rates(self, now_ns: int) -> Line:

@@ -259,7 +259,8 @@ async def test_the_scheduler_says_whom_it_waits_for(world: World) -> None:
 
 
 async def test_one_line_of_metrics_a_step(world: World) -> None:
-    cast = await Cast(world).enter()
+    cast = await Cast(world, capacity=2).enter()
+    cast.instance.pause_s = 0.25
     for step in range(2):
         await cast.finish(2)
         batch = await cast.trainer.next_batch(step)
@@ -289,6 +290,7 @@ async def test_one_line_of_metrics_a_step(world: World) -> None:
     } <= lines[1].keys()
     assert lines[1]["off_policy/max"] <= 1
     assert lines[1]["staleness/length_bias"] == 1.0
+    assert [line.get("time/pause") for line in lines] == [None, 0.25], "the first load interrupts no decoding"
     began_ns, held_s = dict[int, int](), list[float]()
     for event in read_events(world.run_dir / "trace.jsonl"):
         if event["ev"] == "reserve":

@@ -237,6 +237,8 @@ class Instance(Someone):
         self.aborted: list[LeaseId] = []
         self.drain = False
         self.stats = InstanceStats()
+        self.pause_s = 0.0
+        """Seconds by which each load raises its ``paused_s``."""
         self.ack = 0
 
     async def report(self, wait_ms: int = 300) -> Commands:
@@ -265,7 +267,8 @@ class Instance(Someone):
                 self.aborted.append(command.lease)
             case Pull():
                 weights = {"lineage": command.lineage, "version": command.version}
-                self.stats = msgspec.structs.replace(self.stats, **weights)
+                paused_s = self.stats.paused_s + self.pause_s
+                self.stats = msgspec.structs.replace(self.stats, **weights, paused_s=paused_s)
                 pulled = Pulled(worker=self.worker, sha=sha(command.version), ok=True, **weights)  # type: ignore[arg-type]
                 await self.client.ask(pulled, Done)
             case _:

@@ -92,6 +92,7 @@ class VllmEngine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._busy_s = 0.0
         self._busy_since: float | None = None
+        self._paused_s = 0.0
         self._spawn(self._watch())
 
     async def start(self) -> None:
@@ -139,9 +140,12 @@ class VllmEngine:
             await asyncio.to_thread(check_weights, self._model, tensors)
             self._open.clear()
             try:
+                paused_at = time.monotonic()
                 await self._pause()
+                paused_at = max(paused_at, self._counters.stepped_at)  # the steps in flight ended first
                 await self._update(tensors, label(lineage, version))
                 await self._llm.resume_generation()
+                self._paused_s += time.monotonic() - paused_at
             except Exception as error:  # the weights may be half-written, so this engine cannot continue
                 raise self._fail(error) from error
             finally:
@@ -161,6 +165,7 @@ class VllmEngine:
             generated_tokens=counters.generated_tokens,
             steps=counters.steps,
             preemptions=counters.preemptions,
+            paused_s=self._paused_s,
         )
 
     def busy_s(self) -> float:

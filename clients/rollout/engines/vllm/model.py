@@ -23,6 +23,7 @@ from staleflow.configs.loading.presence import check_model_dir
 from staleflow.configs.schema import Config
 from staleflow.configs.vllm_options import KEY as OPTIONS
 from staleflow.configs.vllm_options import check_names
+from staleflow.process.host import usable_cores
 
 STREAM_TOKENS = 16
 """Number of tokens per output of vLLM's output loop, except the first token of a request."""
@@ -36,7 +37,7 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
     Raise ``ConfigError`` if the machine or model is unsuitable, ``EngineError`` for a failure that may be transient.
     """
     cpu = not torch.cuda.is_available()
-    prepare(config.rollout.threads, cpu=cpu)
+    prepare(config.rollout.threads, cpu=cpu, ranks=config.rollout.vllm.tensor_parallel)
     open_package()
     tokenizer = open_tokenizer(directory)
     encode = encoder(tokenizer, chat_template=config.prompts.chat_template, system=config.prompts.system)
@@ -154,10 +155,10 @@ def context_of(model: Any, wanted: int) -> int:
 
 
 def check_devices(tensor_parallel: int, *, cpu: bool) -> None:
-    """Check that each rank has a device. The CPU build is one process with ``rollout.threads`` threads."""
-    available = 1 if cpu else torch.cuda.device_count()
+    """Check that each rank has a GPU, or a core: the ranks of the CPU build wait for each other in a loop."""
+    available = usable_cores() if cpu else torch.cuda.device_count()
     if tensor_parallel > available:
-        devices = "no GPU" if cpu else f"{available} GPU{'s' * (available > 1)}"
+        devices = f"{available} {'core' if cpu else 'GPU'}{'s' * (available > 1)}"
         raise ConfigError(
             "rollout.vllm.tensor_parallel", tensor_parallel, f"this machine has {devices}: at most {available}"
         )
@@ -238,7 +239,7 @@ def arguments(config: Config, directory: Path, context: int, *, cpu: bool) -> di
     }
     if cpu:
         chosen |= {
-            "distributed_executor_backend": "uni",
+            "distributed_executor_backend": "uni" if vllm.tensor_parallel == 1 else "mp",
             "block_size": CPU_BLOCK,
             "kv_cache_memory_bytes": vllm.kv_cache_mb << 20,
         }

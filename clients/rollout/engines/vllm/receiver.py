@@ -8,6 +8,7 @@ The model's own loader fuses, shards and repacks: each rank of a tensor-parallel
 
 import logging
 import mmap
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from staleflow.clients.weights.mmap_cache import KeptMaps
 
 MAX_NAMED = 5
 """Maximum number of parameters that an error names."""
@@ -55,6 +58,11 @@ class FileWeights(WeightTransferEngine[NoInit, ParcelInfo]):
     init_info_cls = NoInit
     update_info_cls = ParcelInfo
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._maps = KeptMaps(mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
+        """The server's files, which it writes again for later versions: a known map costs no page faults."""
+
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Do nothing: no state is kept between updates."""
 
@@ -65,7 +73,7 @@ class FileWeights(WeightTransferEngine[NoInit, ParcelInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ParcelInfo) -> None:
-        loaded = self.model.load_weights(mapped(update_info))
+        loaded = self.model.load_weights(mapped(update_info, self._maps))
         self._loaded = None if loaded is None or self._loaded is None else self._loaded.union(loaded)
 
     def finish_weight_update(self) -> None:
@@ -84,7 +92,8 @@ class FileWeights(WeightTransferEngine[NoInit, ParcelInfo]):
                 pack_experts(layer)
 
     def shutdown(self) -> None:
-        """Do nothing: no resources are held."""
+        """Drop the maps."""
+        self._maps.close()
 
 
 def pack_experts(layer: RoutedExperts) -> None:
@@ -122,11 +131,14 @@ def not_loaded(model: torch.nn.Module, loaded: set[str] | None) -> set[str]:
     return missing
 
 
-def mapped(places: ParcelInfo) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor as a private map of its file, which torch needs writable. uint16 is bfloat16's bits."""
+def mapped(places: ParcelInfo, maps: KeptMaps) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor as a private map of its file, which torch needs writable. uint16 is bfloat16's bits.
+
+    A tensor's loader narrows it before it copies, so a rank reads no bytes of other ranks.
+    """
     try:
         with Path(places.path).open("rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            content = _content(file.fileno(), maps)
     except OSError as error:
         raise OSError(
             f"a process of vLLM cannot read the rollout worker's weights: {error}; both must run as one user, in one "
@@ -137,3 +149,11 @@ def mapped(places: ParcelInfo) -> Iterator[tuple[str, torch.Tensor]]:
         array = np.frombuffer(content, np.dtype(dtype), count, offset).reshape(shape)
         tensor = torch.from_numpy(array)
         yield name, tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+
+
+def _content(descriptor: int, maps: KeptMaps) -> mmap.mmap:
+    """Map an open file. An unnamed file is not kept mapped: its memory would stay in use after its owner drops it."""
+    status = os.fstat(descriptor)
+    if status.st_nlink == 0:
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    return maps.map(status, lambda: os.dup(descriptor))

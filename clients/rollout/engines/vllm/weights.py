@@ -1,9 +1,9 @@
 """Pass published weights to vLLM's workers as places in files, since the workers are other processes.
 
-- Tensors that are maps of a file on this host (the parameter server's) are passed by path and offset. Each worker maps
-  the same file, so the only copy is the one into the model.
-- Other tensors (downloaded bytes) go through unnamed in-memory files of at most ``MAX_SPOOL_BYTES`` at a time. No mount
-  limits these files, and they end with this process.
+- Tensors that are maps of a file on this host (the parameter server's, or the unnamed one of downloaded bytes) are
+  passed by path and offset. Each worker maps the same file, so the only copy is the one into the model.
+- Other tensors go through unnamed in-memory files of at most ``MAX_SPOOL_BYTES`` at a time. No mount limits these
+  files, and they end with this process.
 - A load is split into parcels, so that slow progress is distinguishable from a hang.
 
 Numpy and the standard library only.
@@ -77,21 +77,36 @@ def parcels(tensors: Mapping[str, NDArray[Any]]) -> Generator[Parcel]:
 
 
 def file_maps() -> list[FileMap]:
-    """Return the shared maps of files that have not been replaced since they were mapped."""
+    """Return the shared maps of files that other processes can open, by their names or by descriptors of this
+    process, which its maps of unnamed, replaced and deleted files keep open."""
     maps: list[FileMap] = []
+    descriptors = _descriptors()
     for line in MAPS.read_text().splitlines():
         fields = line.split(maxsplit=5)
         if len(fields) < 6 or not fields[1].endswith("s"):
             continue
         start, _, end = fields[0].partition("-")
         major, _, minor = fields[3].partition(":")
-        try:
-            status = os.stat(fields[5])
-        except OSError:
-            continue
-        if (status.st_ino, status.st_dev) == (int(fields[4]), os.makedev(int(major, 16), int(minor, 16))):
-            maps.append(FileMap(int(start, 16), int(end, 16), int(fields[2], 16), fields[5]))
+        file = os.makedev(int(major, 16), int(minor, 16)), int(fields[4])
+        path = fields[5] if _identity(fields[5]) == file else descriptors.get(file)
+        if path is not None:
+            maps.append(FileMap(int(start, 16), int(end, 16), int(fields[2], 16), path))
     return maps
+
+
+def _descriptors() -> dict[tuple[int, int], str]:
+    """Return the path by which other processes open each file that this process has open."""
+    paths = [f"/proc/{os.getpid()}/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return {file: path for path in paths if (file := _identity(path)) is not None}
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Return device and inode of a file, or None if it does not exist."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _find_place(array: NDArray[Any], maps: list[FileMap]) -> tuple[str, int] | None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,6 +74,26 @@ async def test_a_request_that_cannot_be_served_fails_alone() -> None:
         bad, good = await asyncio.gather(thread.generate(empty), thread.generate(ask(1)), return_exceptions=True)
         assert isinstance(bad, RequestError)
         assert isinstance(good, Trajectory)
+
+
+async def test_the_time_of_a_load_and_nothing_else_counts_as_a_pause() -> None:
+    class Slow(Gated):
+        def load(self, tensors: Any, lineage: Lineage, version: Version) -> None:
+            time.sleep(0.05)
+            super().load(tensors, lineage, version)
+
+    engine = Slow()
+    async with threaded(engine) as thread:
+        running = asyncio.ensure_future(thread.generate(ask(0)))
+        await begun(engine)
+        loading = asyncio.ensure_future(thread.load({}, Lineage(0), Version(1)))
+        await asyncio.sleep(0.05)
+        assert thread.stats().paused_s == 0, "it waits for the step in progress, which decodes"
+        started_s = time.monotonic()
+        engine.open()
+        await loading
+        assert 0.05 <= thread.stats().paused_s <= time.monotonic() - started_s
+        await running
 
 
 async def test_an_abort_ends_the_call_and_frees_the_row() -> None:

@@ -7,6 +7,7 @@ cache.
 
 import asyncio
 import importlib.util
+import mmap
 import os
 import signal
 import time
@@ -34,6 +35,7 @@ from staleflow.clients.rollout.engines.base import (
 )
 from staleflow.clients.rollout.engines.vllm.model import open_vllm, start_engine
 from staleflow.clients.texts import ids_as_text
+from staleflow.clients.weights.mmap_cache import KeptMaps
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config, Model, Prompts, Reward, Rollout, Vllm
 from staleflow.protocols.consistency.ids import Lineage, Version
@@ -499,6 +501,7 @@ async def test_weights_that_vllms_own_loader_leaves_aside_are_named(saying: bool
         model[2].weight = model[0].weight
         record_metadata_for_reloading(model)
         receiver: Any = object.__new__(FileWeights)
+        receiver._maps = KeptMaps(mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
         receiver.model, receiver.model_config = model, SimpleNamespace(quantization=None, dtype=torch.float32)
         receiver.start_weight_update()
         for name in names:
@@ -551,7 +554,7 @@ async def test_a_file_that_vllms_process_cannot_open_is_told_with_what_is_needed
     with pytest.raises(
         OSError, match=r"cannot read the rollout worker's weights: .*/proc/0/fd/9.* as one user, in one"
     ):
-        list(mapped(ParcelInfo("/proc/0/fd/9", [])))
+        list(mapped(ParcelInfo("/proc/0/fd/9", []), KeptMaps(mmap.PROT_READ)))
 
 
 async def test_a_load_shows_as_stuck_while_a_parcel_hangs_and_not_while_it_gets_on(

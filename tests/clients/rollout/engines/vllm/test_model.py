@@ -86,14 +86,15 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
         check_vocabulary(other, model)
 
 
-def test_tensor_parallel_needs_as_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_parallel_needs_as_many_gpus_or_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(vllm_model, "usable_cores", lambda: 4)
     check_devices(2, cpu=False)
-    check_devices(1, cpu=True)
+    check_devices(4, cpu=True)
     with pytest.raises(ConfigError, match="this machine has 2 GPUs: at most 2"):
         check_devices(4, cpu=False)
-    with pytest.raises(ConfigError, match="this machine has no GPU: at most 1"):
-        check_devices(2, cpu=True)
+    with pytest.raises(ConfigError, match="this machine has 4 cores: at most 4"):
+        check_devices(5, cpu=True)
 
 
 def test_heads_without_a_kernel_are_refused() -> None:
@@ -124,6 +125,8 @@ def test_arguments_say_what_the_contract_needs_and_differ_by_device() -> None:
     }
     assert (cpu["enforce_eager"], cpu["kv_cache_memory_bytes"]) == (True, 3 << 20)
     assert (cpu["distributed_executor_backend"], "gpu_memory_utilization" in cpu) == ("uni", False)
+    two = arguments(config(tensor_parallel=2), Path("model"), 64, cpu=True)
+    assert (two["distributed_executor_backend"], two["tensor_parallel_size"]) == ("mp", 2)
 
 
 def test_options_are_passed_on_and_replace_only_defaults() -> None:
@@ -165,6 +168,8 @@ def test_the_environment_is_prepared_but_what_the_user_set_stays(monkeypatch: py
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
     prepare(2, cpu=True)
     assert (os.environ["OMP_NUM_THREADS"], os.environ["VLLM_CPU_OMP_THREADS_BIND"]) == ("5", "nobind")
+    prepare(2, cpu=True, ranks=2)
+    assert os.environ["OMP_NUM_THREADS"] == "2", "both ranks together"
     assert (os.environ["VLLM_WORKER_MULTIPROC_METHOD"], os.environ[PARENT]) == ("spawn", str(os.getpid()))
 
 

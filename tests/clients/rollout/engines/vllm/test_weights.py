@@ -12,6 +12,7 @@ import pytest
 
 from staleflow.clients.rollout.engines.vllm import weights as vllm_weights
 from staleflow.clients.rollout.engines.vllm.weights import Parcel, Place, parcels
+from staleflow.clients.weights.remote import room
 from tests.clients.weights.opened import open_files
 
 
@@ -91,7 +92,9 @@ def test_other_processes_read_a_file_that_has_no_name_and_so_ends_with_this_proc
     assert open_spools() == 0
 
 
-def test_a_file_that_was_replaced_or_deleted_or_changed_in_memory_alone_is_not_named(tmp_path: Path) -> None:
+def test_a_file_that_was_replaced_or_deleted_is_named_by_its_descriptor_and_a_private_map_is_copied(
+    tmp_path: Path,
+) -> None:
     content = np.arange(4096, dtype=np.float32).tobytes()
     replaced, deleted = mapped(tmp_path / "replaced", content), mapped(tmp_path / "deleted", content)
     private = mapped(tmp_path / "private", content, mmap.ACCESS_COPY)
@@ -103,8 +106,17 @@ def test_a_file_that_was_replaced_or_deleted_or_changed_in_memory_alone_is_not_n
         name: np.frombuffer(data, np.float32)
         for name, data in (("replaced", replaced), ("deleted", deleted), ("private", private))
     }
-    seen = [(ours(parcel), read(parcel.path, place)[0]) for parcel in parcels(tensors) for place in parcel.tensors]
-    assert seen == [(True, 0), (True, 0), (True, 7)]
+    seen = [(ours(parcel), read(parcel.path, place)[:2]) for parcel in parcels(tensors) for place in parcel.tensors]
+    assert [(copied, values.tolist()) for copied, values in seen] == [(False, [0, 1]), (False, [0, 1]), (True, [7, 1])]
+
+
+def test_downloaded_bytes_are_named_in_the_memory_that_they_arrived_in() -> None:
+    buffer = room(40)
+    np.frombuffer(buffer, np.float32)[:] = range(10)
+    (parcel,) = parcels({"a": np.frombuffer(buffer, np.float32)[2:]})
+    assert [place[3] for place in parcel.tensors] == [8]
+    assert read(parcel.path, parcel.tensors[0]).tolist() == list(range(2, 10))
+    assert open_spools() == 1, "the one of the buffer: nothing was copied"
 
 
 def test_an_empty_version_is_no_parcel_and_an_empty_tensor_comes_with_the_others() -> None:
