@@ -56,6 +56,8 @@ class Catalog:
         self._registered: set[VersionKey] = set()
         self.lineage = Lineage(0)
         """Newest lineage of the run, as of the last answer of the scheduler."""
+        self.judged: frozenset[VersionKey] = frozenset()
+        """The versions that were registered when this server asked which survive."""
         self._surviving: set[VersionKey] = set()
         """Registered versions that no rollback has abandoned, as of the same answer."""
         self._recovered = asyncio.Event()
@@ -274,6 +276,7 @@ class Catalog:
         request = GetRetainedVersions(stored=sorted(self._registered))
         answer = await self._scheduler.ask(request, RetainedVersions, timeout_s=None)
         self.lineage, self._surviving = answer.lineage, {VersionKey(*key) for key in answer.surviving}
+        self.judged = frozenset(VersionKey(*key) for key in request.stored)
         return {VersionKey(*key) for key in answer.versions}
 
     def surviving(self) -> dict[VersionKey, Stored]:

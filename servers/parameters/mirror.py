@@ -11,6 +11,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
 import msgspec
@@ -40,6 +41,8 @@ class Mirror:
         self._lineage = Lineage(0)
         self._wanted: dict[VersionKey, Stored] | None = None
         """The versions that the mirror should have; None until they are known."""
+        self._registered: frozenset[VersionKey] = frozenset()
+        """The versions that were registered when ``_wanted`` was chosen."""
         self._complete: dict[VersionKey, Stored] | None = None
         """The versions whose manifest is in the store; None until the store was listed."""
         self._folders: set[str] = set()
@@ -58,9 +61,15 @@ class Mirror:
         self.trouble = ""
         """Why readers should not wait for the store; "" if it works."""
 
-    def update(self, lineage: Lineage, wanted: Mapping[VersionKey, Stored]) -> None:
-        """Set the newest lineage, and the versions that the mirror should have."""
+    def update(
+        self, lineage: Lineage, wanted: Mapping[VersionKey, Stored], registered: AbstractSet[VersionKey]
+    ) -> None:
+        """Set the newest lineage, the versions that the mirror should have, and the registered versions among which
+        they were chosen."""
         before = self._wanted
+        if self._registered != registered:
+            self._registered = frozenset(registered)
+            self._notify()
         same = before is not None and before.keys() == wanted.keys() and lineage == self._lineage
         if before is None or not (same and all(before[key] is stored for key, stored in wanted.items())):
             self._lineage, self._wanted = lineage, dict(wanted)
@@ -70,7 +79,7 @@ class Mirror:
     async def has(self, key: VersionKey) -> bool:
         """Wait for the upload of a registered version. Return False if it will not come, or not soon."""
         while self._complete is None or key not in self._complete:
-            if self.trouble or not self._is_expected(key):
+            if self.trouble or self._closing.is_set() or not self._is_expected(key):
                 return False
             await self._progress.wait()
         return True
@@ -79,6 +88,7 @@ class Mirror:
         """Let ``work`` return after the work in progress."""
         self._closing.set()
         self._changed.set()
+        self._notify()
 
     async def work(self) -> None:
         """Keep the store in step with the wanted versions until closed or cancelled."""
@@ -97,10 +107,10 @@ class Mirror:
                 self._changed.set()
 
     def _is_expected(self, key: VersionKey) -> bool:
-        """Return True if the version is being uploaded, or is not older than the newest wanted one."""
-        if key == self._uploading or self._wanted is None:
+        """Return True if the version is being uploaded, is the next one, or was registered a moment ago."""
+        if key == self._uploading or self._wanted is None or key not in self._registered:
             return True
-        return key >= max(self._wanted, default=key) and key not in self._unreadable
+        return key == max(self._wanted, default=None) and key not in self._unreadable
 
     async def _sync(self) -> None:
         """Bring index and objects into line with the wanted versions; upload the newest one if it is missing."""

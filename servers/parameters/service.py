@@ -296,7 +296,8 @@ class ParameterService(Service):
         while True:
             self._catalog.grown.clear()
             if await self._catalog.collect() and self._mirror is not None:
-                self._mirror.update(self._catalog.lineage, self._catalog.surviving())
+                surviving, registered = self._catalog.surviving(), self._catalog.judged
+                self._mirror.update(self._catalog.lineage, surviving, registered)
             await self._uploads.forget_left()
             with suppress(TimeoutError):
                 async with asyncio.timeout(COLLECT_INTERVAL_S):

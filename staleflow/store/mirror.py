@@ -2,7 +2,7 @@
 
 - ``<lineage>-<version>-<sha>/<number>.part``: the bytes in parts of ``PART_BYTES``. Each part is an object of its own,
   so parts are sent and fetched concurrently, and those of a killed upload are visible and reused.
-- ``<lineage>-<version>-<sha>/manifest.json``: written once all parts are there.
+- ``<lineage>-<version>-<sha>/manifest.json``: written once all parts exist.
 - ``index.json``: the surviving versions with a manifest. Written after the manifest of a new version, and before
   anything of an old one is deleted.
 """

@@ -334,6 +334,8 @@ async def test_a_rollback_removes_what_it_abandoned(make_run: Callable[..., Run]
         assert trainer.joined.lineage == 1
         rolled_back = await shows(objects, lambda index: index.lineage == 1)  # before the lineage has a version
         assert [one.version for one in rolled_back.versions] == [0]
+        async with reader(run, objects) as puller:  # an order from before the rollback: nothing to wait for
+            assert await way(puller, 2, changed(2)) == "over the network"
         await step(trainer, 1)
         await has(objects, (0, 0), (1, 1))
         async with reader(run, objects) as puller:
