@@ -98,7 +98,7 @@ class Mirror:
             try:
                 await self._sync()
             except StoreError as error:
-                self._fail(f"the mirror cannot be written: {error}")
+                self._fail(str(error))
                 self._complete = None  # list the store again: a request without a reply may have been executed
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RETRY_INTERVAL_S):
@@ -196,12 +196,12 @@ class Mirror:
 
     def _on_slow(self, key: VersionKey) -> None:
         self._slow = True
-        self._fail(f"the mirror is slow: the upload of {key} takes over {SLOW_UPLOAD_S:.0f} s")
+        self._fail(f"the store is slow: the upload of {key} takes over {SLOW_UPLOAD_S:.0f} s")
 
     def _fail(self, trouble: str) -> None:
         """Stop readers from waiting. Log the first failure only."""
         if not self.trouble:
-            log.error("%s; readers use the other roads until it works again", trouble)
+            log.error("the mirror is behind: %s; engines load over the network", trouble)
         self.trouble = trouble
         self._notify()
 

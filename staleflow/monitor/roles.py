@@ -102,7 +102,7 @@ def _doing(name: str, role: str, snapshot: Snapshot, engines: Engines) -> str:
 
 def _parameters(status: SchedulerStatus, parameters: ParametersStatus) -> str:
     serves = f"serves version {status.version}" if status.version >= 0 else "waits for version 0"
-    return f"{serves}; {parameters.mirror}" if parameters.mirror else serves
+    return f"{serves}; the mirror is behind: {parameters.mirror}" if parameters.mirror else serves
 
 
 def _relay(name: str, parameters: ParametersStatus) -> str:

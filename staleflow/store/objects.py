@@ -61,7 +61,7 @@ class Objects:
         except ImportError:
             raise ConfigError("url", url, f"the package obstore is not installed: {S3}") from None
         self.url = url.rstrip("/")
-        self._api = obstore
+        self._api: Any = obstore  # its lists are generic in a type of another package
         self._opened: ObjectStore | None = None
 
     @property
@@ -86,7 +86,7 @@ class Objects:
     async def sizes(self, folder: str = "") -> dict[str, int]:
         """Return the size of every object below ``folder``, by name."""
         with self._errors(folder):
-            listed = await self._api.list(self._store, folder or None).collect_async()
+            listed: list[dict[str, Any]] = await self._api.list(self._store, folder or None).collect_async()
             return {entry["path"]: entry["size"] for entry in listed}
 
     async def folders(self) -> list[str]:
