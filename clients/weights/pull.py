@@ -11,6 +11,7 @@ import msgspec
 
 from staleflow.clients.weights import mapped
 from staleflow.clients.weights.external import external_digest
+from staleflow.clients.weights.mirror import MirrorReader
 from staleflow.clients.weights.relays import Relays, map_near, unpinning
 from staleflow.clients.weights.remote import CorruptWeights, Remote, RemoteVersion, unpin, verify
 from staleflow.clients.weights.tensors import Tensor, part
@@ -19,11 +20,13 @@ from staleflow.net.client import Client
 from staleflow.net.errors import Refused, Unavailable
 from staleflow.net.transport import SOCKETS, Transport
 from staleflow.net.weights import while_alive
+from staleflow.process.host import boot_id
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.manifest import check
 from staleflow.protocols.wire.messages import GetManifest, Manifest, ManifestReply
 from staleflow.protocols.wire.tensors import Array
+from staleflow.store.objects import Objects
 
 if TYPE_CHECKING:
     from staleflow.clients.weights.direct_reader import DirectReader
@@ -48,6 +51,7 @@ class PulledVersion:
         *,
         mapped: bool = False,
         direct: bool = False,
+        mirrored: bool = False,
     ) -> None:
         self._release = release
         self.asked = asked
@@ -61,12 +65,16 @@ class PulledVersion:
         """True if the bytes are the server's file itself."""
         self.direct = direct
         """True if the bytes came from the trainer directly."""
+        self.mirrored = mirrored
+        """True if the bytes came from the object store or the shared folder of ``parameters.mirror``."""
 
     @property
     def way(self) -> str:
         """Source of the bytes, in words for the log."""
         if self.mapped:
             return "mapped"
+        if self.mirrored:
+            return "from the mirror"
         return "from the trainer" if self.direct else "over the network"
 
     def tensors(self) -> dict[str, Tensor]:
@@ -124,15 +132,18 @@ class Puller:
         transport: Transport = SOCKETS,
         deltas: bool = True,
         direct: bool = False,
+        mirror: str = "",
     ) -> None:
         """``deltas``: allow deltas over slow connections. ``direct``: try the trainer first, if it serves direct
-        transfers (imports torch)."""
+        transfers (imports torch). ``mirror``: URL of the run's mirror; read from there on other hosts than the
+        server's. Raise ``ConfigError`` if its package is missing."""
         self._client = Client(address, worker=worker, transport=transport)
         self._worker = worker
         self._maps = mapped.Maps()
         self._remote = Remote(deltas=deltas)
         self._relays = Relays(self._client, worker=worker, transport=transport)
         self._direct = _direct_reader(worker) if direct else None
+        self._mirror = MirrorReader(Objects(mirror)) if mirror else None
 
     async def pull(self, lineage: Lineage, version: Version) -> PulledVersion:
         """Return a verified version, pinned for this worker. Waits for a server that is away.
@@ -150,13 +161,19 @@ class Puller:
 
     async def reach(self, lineage: Lineage, version: Version) -> PulledVersion:
         """Same as ``pull``, but without verification: call ``verify`` before using the bytes."""
-        asked = GetManifest(worker=self._worker, lineage=lineage, version=version)
+        # A reader on the server's host maps its file, and does not wait for the mirror.
+        near = boot_id() if self._mirror is not None else ""
+        asked = GetManifest(
+            worker=self._worker, lineage=lineage, version=version, host=near, mirror=self._mirror is not None
+        )
         reply = await self._client.ask(asked, ManifestReply, timeout_s=None)
         check(reply.manifest)
         if (direct := await self._from_trainer(asked, reply)) is not None:
             return direct
         file = await asyncio.to_thread(self._maps.map, reply)
         if file is None:
+            if (mirrored := await self._from_mirror(asked, reply)) is not None:
+                return mirrored
             return await self._from_network(asked, reply.manifest)
         return PulledVersion(asked, reply.manifest, file, lambda: unpin(self._client, asked), mapped=True)
 
@@ -169,6 +186,15 @@ class Puller:
             log.warning("version %d does not come from the trainer: %s", asked.version, data)
             return None
         return PulledVersion(asked, reply.manifest, data, lambda: unpin(self._client, asked), direct=True)
+
+    async def _from_mirror(self, asked: GetManifest, reply: ManifestReply) -> PulledVersion | None:
+        """Fetch the version from the mirror; return None if that fails, so that the network is tried."""
+        if self._mirror is None or not reply.mirrored or not self._mirror.is_usable():
+            return None
+        buffer = await self._remote.memory(reply.manifest.nbytes)
+        if not await self._mirror.fetch(asked, reply.manifest, memoryview(buffer)):
+            return None
+        return self._owned(RemoteVersion(self._client, asked, reply.manifest, buffer), mirrored=True)
 
     async def _doubt(self, asked: GetManifest) -> None:
         """Have the server verify every byte: a version that it finds damaged can be published again."""
@@ -203,14 +229,14 @@ class Puller:
             return self._owned(await self._remote.fetch(relay, asked, manifest, watched=True))
         return PulledVersion(asked, manifest, file, unpinning(asked, relay, self._client), mapped=True)
 
-    def _owned(self, fetched: RemoteVersion) -> PulledVersion:
+    def _owned(self, fetched: RemoteVersion, *, mirrored: bool = False) -> PulledVersion:
         async def release() -> None:
             await self._remote.release(fetched)
             if fetched.client is not self._client:
                 await unpin(self._client, fetched.asked)
 
         data = memoryview(fetched.buffer).toreadonly()
-        return PulledVersion(fetched.asked, fetched.manifest, data, release)
+        return PulledVersion(fetched.asked, fetched.manifest, data, release, mirrored=mirrored)
 
     def close(self) -> None:
         """Close the connections; the servers then remove the remaining pins. Idempotent."""

@@ -118,6 +118,14 @@ class Remote:
         if self._base is None:
             self._spare = released.buffer
 
+    async def memory(self, nbytes: int) -> mmap.mmap:
+        """Return memory for a version that comes another way; give up the base of the next delta, which is older."""
+        base, self._base = self._base, None
+        if base is not None:
+            self._spare = base.buffer
+            await unpin(base.client, base.asked)
+        return self._take(nbytes)
+
     def _take(self, nbytes: int) -> mmap.mmap:
         """Return memory for a version: that of the last one if possible, since fresh pages cost several times as
         much as written ones."""

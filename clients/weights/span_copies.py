@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from staleflow.clients.main_memory import available
 from staleflow.clients.weights.sharded import ShardedWeights, Span, Spans
+from staleflow.process.main_memory import available
 from staleflow.protocols.wire.tensors import Array
 
 log = logging.getLogger(__name__)

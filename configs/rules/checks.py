@@ -17,6 +17,7 @@ from staleflow.configs.rules.coordination import check_coordination, check_spare
 from staleflow.configs.rules.evals import VLLM_TEMPERATURE, check_evals
 from staleflow.configs.rules.lora import check_lora, check_lora_engine
 from staleflow.configs.rules.memory import check_memory
+from staleflow.configs.rules.mirror import check_mirror
 from staleflow.configs.rules.streaming import check_pieces, check_streaming
 from staleflow.configs.rules.updates import check_updates
 from staleflow.configs.schema import Config, Prompts, Rollout
@@ -48,7 +49,7 @@ def check_engine(config: Config) -> None:
 
     These are the rules about ``own_settings.OWN``. The run's other processes have other values of such settings.
     """
-    for rule in (_model, _specs, _engine, check_lora_engine, _columns, _direct, _lengths):
+    for rule in (_model, _specs, _engine, check_lora_engine, _columns, _direct, check_mirror, _lengths):
         rule(config)
 
 

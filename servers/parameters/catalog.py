@@ -17,7 +17,7 @@ from staleflow.net.client import Client
 from staleflow.net.errors import Refused
 from staleflow.process.rate_limited_log import RateLimitedLog
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.consistency.ids import TrainerTerm
+from staleflow.protocols.consistency.ids import Lineage, TrainerTerm
 from staleflow.protocols.wire.messages import (
     GetRetainedVersions,
     GetStatus,
@@ -59,6 +59,12 @@ class Catalog:
         self._keep_versions = keep_versions
         self._budget_bytes = budget_bytes
         self._registered: set[VersionKey] = set()
+        self.lineage = Lineage(0)
+        """Newest lineage of the run, as of the last answer of the scheduler."""
+        self.judged: frozenset[VersionKey] = frozenset()
+        """The versions that were registered when this server asked which survive."""
+        self._surviving: set[VersionKey] = set()
+        """Registered versions that no rollback has abandoned, as of the same answer."""
         self._recovered = asyncio.Event()
         """Set once it is known which versions were registered before this process started."""
         self._corrupt: dict[VersionKey, str] = {}
@@ -259,15 +265,16 @@ class Catalog:
                     with suppress(Refused):
                         await self.register(stored.about)
 
-    async def collect(self) -> None:
-        """Delete versions that are neither used, nor pinned, nor among the newest."""
+    async def collect(self) -> bool:
+        """Delete versions that are neither used, nor pinned, nor among the newest. Return False if the run is over."""
         before = sorted(self._registered)
         if (used := await self._used()) is None:
-            return
+            return False
         keep = used | set(before[-self._keep_versions :])
         for key in before:
             if key in self._registered and key not in keep and not self.pins.of(key):
                 await self._delete(key)
+        return True
 
     async def _delete(self, key: VersionKey) -> None:
         """Delete a version: it is invisible immediately, its room is free on return."""
@@ -286,8 +293,16 @@ class Catalog:
 
     async def _in_use(self) -> set[VersionKey]:
         """Return the versions that the scheduler lists as in use. Raise ``Refused`` if the run is over."""
-        answer = await self._scheduler.ask(GetRetainedVersions(), RetainedVersions, timeout_s=None)
+        request = GetRetainedVersions(stored=sorted(self._registered))
+        answer = await self._scheduler.ask(request, RetainedVersions, timeout_s=None)
+        self.lineage, self._surviving = answer.lineage, {VersionKey(*key) for key in answer.surviving}
+        self.judged = frozenset(VersionKey(*key) for key in request.stored)
         return {VersionKey(*key) for key in answer.versions}
+
+    def surviving(self) -> dict[VersionKey, Stored]:
+        """Return the intact registered versions that no rollback has abandoned."""
+        keys = (self._surviving & self._registered) - self._corrupt.keys()
+        return {key: self._versions.stored[key] for key in sorted(keys)}
 
     def status(self) -> tuple[PublishedVersion, ...]:
         """Return all versions for ``staleflow status``, newest last."""

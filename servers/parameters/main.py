@@ -4,6 +4,7 @@ import fcntl
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from staleflow.configs.durable_files import make_folder
@@ -19,9 +20,12 @@ from staleflow.process.daemon import Stop, run
 from staleflow.process.host import raise_file_limit
 from staleflow.protocols.wire.messages import Attach, AttachReply, GetStatus, SchedulerStatus
 from staleflow.servers.parameters.memory import open_memory
+from staleflow.servers.parameters.mirror import Mirror
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.versions import Versions
 from staleflow.servers.runner import Tasks, serve_attached
+from staleflow.store.mirror import url_of
+from staleflow.store.objects import Objects
 from staleflow.trace import run_history
 
 NAME = "parameters"
@@ -38,6 +42,11 @@ def serve(config: Config, run_dir: Path) -> int:
             await serve_until(stop, config, run_dir, transport=server_sockets(config))
 
     return run(main, NAME, run_dir)
+
+
+def open_mirror(mirror: str, versions: Versions, run: str) -> Mirror:
+    """Return the mirror of a run, without contacting it. Raise ``ConfigError`` if its package is missing."""
+    return Mirror(Objects(url_of(mirror, run)), versions, run)
 
 
 class FolderInUse(ConfigError):
@@ -95,6 +104,7 @@ async def serve_until(stop: Stop, config: Config, run_dir: Path, *, transport: T
             chunk_bytes=parameters.chunk_kb << 10,
             delta=parameters.delta,
             budget_bytes=parameters.budget_mb << 20,
+            mirror=partial(open_mirror, parameters.mirror, versions) if parameters.mirror else None,
         )
         services.append(service)
         return service

@@ -8,7 +8,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ from staleflow.protocols.wire.spans import by_tensor
 from staleflow.servers.parameters import turns
 from staleflow.servers.parameters.catalog import Catalog
 from staleflow.servers.parameters.deltas import Deltas
+from staleflow.servers.parameters.mirror import Mirror
 from staleflow.servers.parameters.tree import Tree
 from staleflow.servers.parameters.turns import Turns
 from staleflow.servers.parameters.uploads import Upload, Uploads
@@ -82,7 +83,9 @@ class ParameterService(Service):
         chunk_bytes: int,
         delta: DeltaKind = "compressed",
         budget_bytes: int = 0,
+        mirror: Callable[[str], Mirror] | None = None,
     ) -> None:
+        """``mirror``: opens the mirror of the run by its id, once this server is attached. None: no mirror."""
         super().__init__(tasks, retry_ms=BUSY_MS)
         self._versions = versions
         self._chunk_bytes = chunk_bytes
@@ -92,6 +95,8 @@ class ParameterService(Service):
         self._tree = Tree()
         self._pieces = Turns(turns.MAX_PIECES)
         self._direct: Direct | None = None
+        self._open_mirror = mirror
+        self._mirror: Mirror | None = None
         self.run = ""
         """Id of the run; "" until the scheduler has attached this server."""
         self._beginning = asyncio.Lock()
@@ -126,6 +131,8 @@ class ParameterService(Service):
     def drain(self) -> None:
         """Reject new uploads; those in progress may finish."""
         self._draining = True
+        if self._mirror is not None:
+            self._mirror.close()
 
     def on_gone(self, peer: str) -> None:
         """Release everything that a lost worker held: pins, uploads, its place in the tree, its direct transfers."""
@@ -223,8 +230,9 @@ class ParameterService(Service):
     async def _verified_manifest(self, ask: GetManifest, key: VersionKey, stored: Stored) -> ManifestReply:
         await self._catalog.verified(ask.worker, key, stored, doubted=ask.doubted)
         direct = self._direct.endpoint if self._direct is not None and self._direct.key == key else ""
-        path = str(stored.path.resolve())
-        return ManifestReply(manifest=stored.about.manifest, path=path, host=boot_id(), direct=direct)
+        path, host = str(stored.path.resolve()), boot_id()
+        mirrored = ask.mirror and ask.host != host and self._mirror is not None and await self._mirror.has(key)
+        return ManifestReply(manifest=stored.about.manifest, path=path, host=host, direct=direct, mirrored=mirrored)
 
     def _unpin(self, _: Call, ask: Unpin) -> Done:
         self._catalog.pins.release(ask)
@@ -283,14 +291,20 @@ class ParameterService(Service):
 
     def _status(self) -> ParametersStatus:
         versions, relays = self._catalog.status(), self._tree.status()
-        return ParametersStatus(versions=versions, uploads=len(self._uploads), relays=relays)
+        trouble = "" if self._mirror is None else self._mirror.trouble
+        return ParametersStatus(versions=versions, uploads=len(self._uploads), relays=relays, mirror=trouble)
 
     async def work(self) -> None:
         """Recover the versions in the folder, then delete unneeded ones until cancelled."""
         await self._catalog.recover()
+        if self._open_mirror is not None:
+            self._mirror = self._open_mirror(self.run)
+            self._tasks.start(self._mirror.work())
         while True:
             self._catalog.grown.clear()
-            await self._catalog.collect()
+            if await self._catalog.collect() and self._mirror is not None:
+                surviving, registered = self._catalog.surviving(), self._catalog.judged
+                self._mirror.update(self._catalog.lineage, surviving, registered)
             await self._uploads.forget_left()
             with suppress(TimeoutError):
                 async with asyncio.timeout(COLLECT_INTERVAL_S):

@@ -489,7 +489,7 @@ class Service:
         groups, shas = [group for group, _ in expected], [sha for _, sha in expected]
         self._replies.add(call, messages.Expected(groups=groups, shas=shas))
 
-    def _versions_in_use(self, call: Call, _: messages.GetRetainedVersions) -> None:
+    def _versions_in_use(self, call: Call, body: messages.GetRetainedVersions) -> None:
         machine = self._interpreter.machine
         used = dict.fromkeys(machine.versions_in_use())
         claimed = defaultdict[str, set[tuple[Lineage, Version]]](set)
@@ -501,7 +501,10 @@ class Service:
         for versions in claimed.values():  # a limit for each key: reports of loaded versions cannot be verified
             used |= dict.fromkeys(nlargest(MAX_LOADED_PER_KEY, versions))
         used |= dict.fromkeys(weights for weights in self._evaluations.versions() if machine.survives(*weights))
-        self._replies.add(call, messages.RetainedVersions(versions=sorted(used)))
+        surviving = [key for key in body.stored if machine.survives(*key)]
+        self._replies.add(
+            call, messages.RetainedVersions(versions=sorted(used), lineage=machine.lineage, surviving=surviving)
+        )
 
     # --- the end ---------------------------------------------------------------------------------------------
 

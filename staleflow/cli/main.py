@@ -21,7 +21,7 @@ from staleflow.process.sanitize import printable
 SECTIONS = {
     "Start and stop": ("init", "run", "drain"),
     "Single processes and several machines": ("serve", "attach", "launch", "keygen"),
-    "Observe": ("status", "top", "trace", "report", "eval"),
+    "Observe": ("status", "top", "trace", "report", "eval", "weights"),
     "Plan": ("simulate", "plan"),
     "Diagnose": ("doctor", "explain", "chaos", "completion"),
 }

@@ -52,6 +52,7 @@ def command(
     from staleflow.process.host import usable_cores
     from staleflow.supervisor import rundir, summary
     from staleflow.supervisor.addresses import check_free
+    from staleflow.supervisor.mirror import check_access
     from staleflow.supervisor.supervisor import Supervisor
 
     if resume and run_dir is None and arguments and Path(arguments[0]).is_dir():
@@ -63,6 +64,8 @@ def command(
     with working("checking the configuration's imports"):
         present(config)
         gpus = count_gpus()
+    if not resume:  # a run that has begun continues without its mirror
+        check_access(config)
     check_free(config, folder)
     for gpu, names in place(config, gpus).table() if gpus else ():
         click.echo(f"GPU {gpu}: {', '.join(names)}", err=True)

@@ -93,11 +93,16 @@ def _doing(name: str, role: str, snapshot: Snapshot, engines: Engines) -> str:
         case "trajectories":
             return _trajectories(name, status)
         case "parameters":
-            return f"serves version {status.version}" if status.version >= 0 else "waits for version 0"
+            return _parameters(status, snapshot.parameters)
         case "relay":
             return _relay(name, snapshot.parameters)
         case _:
             return "running"
+
+
+def _parameters(status: SchedulerStatus, parameters: ParametersStatus) -> str:
+    serves = f"serves version {status.version}" if status.version >= 0 else "waits for version 0"
+    return f"{serves}; the mirror is behind: {parameters.mirror}" if parameters.mirror else serves
 
 
 def _relay(name: str, parameters: ParametersStatus) -> str:

@@ -258,8 +258,19 @@ def configuration(file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
     for key, address in binds(config, (config.scheduler.bind, *config.trajectories.bind, config.parameters.bind)):
         used = in_use(address)
         yield Finding("address", "bad" if used else "good", f"{key} {address} is {'in use' if used else 'free'}")
+    if config.parameters.mirror:
+        yield store(config)
     yield from stage_calls(config)
     yield from memory(config, gpus)
+
+
+def store(config: "Config") -> Finding:
+    """Write, read and delete an object of the mirror."""
+    from staleflow.supervisor.mirror import why_unusable
+
+    problem = why_unusable(config.parameters.mirror)
+    state: State = "bad" if problem else "good"
+    return Finding("mirror", state, str(problem or f"{config.parameters.mirror} can be written and read"))
 
 
 def memory(config: "Config", gpus: int) -> Iterator[Finding]:

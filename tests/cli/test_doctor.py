@@ -46,6 +46,20 @@ def test_a_configuration_is_examined_too(tmp_path: Path) -> None:
     assert free[1].what == "address"
 
 
+def test_a_mirror_is_written_and_read(tmp_path: Path) -> None:
+    def found(mirror: Path) -> list[Finding]:
+        config = [f"parameters.mirror=file://{mirror}"]
+        return [finding for finding in checkup.configuration(SIMULATED, config) if finding.what == "mirror"]
+
+    good = f"file://{tmp_path}/weights can be written and read"
+    assert found(tmp_path / "weights") == [Finding("mirror", "good", good)]
+    assert list((tmp_path / "weights").iterdir()) == []
+    (tmp_path / "file").write_bytes(b"")
+    (bad,) = found(tmp_path / "file")
+    assert bad.state == "bad"
+    assert bad.found.startswith(f"file://{tmp_path}/file/probe-")
+
+
 def test_a_stage_with_fewer_calls_than_a_batch_takes_names_the_keys_that_raise_them() -> None:
     few = ["reward.concurrency=8", "reward.workers=2", "trainer.batch_size=8", "rollout.group_size=4"]
     (found,) = checkup.stage_calls(load(SIMULATED, few))

@@ -53,5 +53,5 @@ def test_the_version_is_printed() -> None:
 def test_the_names_of_the_verbs_are_frozen() -> None:
     assert sorted(VERBS) == [
         *("attach", "chaos", "completion", "doctor", "drain", "eval", "explain", "init", "keygen", "launch", "plan"),
-        *("report", "run", "serve", "simulate", "status", "top", "trace"),
+        *("report", "run", "serve", "simulate", "status", "top", "trace", "weights"),
     ]

@@ -26,6 +26,7 @@ NEEDED = {"prompts": {"path": "/somewhere/prompts.jsonl"}, "reward": {"run": "so
 
 ELSEWHERE = {
     "docs/python.md": "tests/report/test_python_page.py",
+    "docs/tutorials/mirror.md": "tests/clients/weights/test_download.py",
     "docs/tutorials/weights.md": "tests/servers/running.py",
     "docs/tutorials/streaming.md": "tests/clients/trainer/test_streaming.py",
     "docs/tutorials/trl.md": "tests/process/test_trl_run.py",

@@ -85,6 +85,9 @@ class GetManifest(Message, frozen=True, kw_only=True):
     """The worker read bytes that do not match: verify every byte before the reply."""
     host: str = ""
     """Boot id of the reader's host. A relay on the same host replies once the file may be mapped, or after a while."""
+    mirror: bool = False
+    """The worker reads from the mirror unless it is on the server's host: reply once the mirror has the version, or
+    will not have it soon."""
 
 
 class ManifestReply(Message, frozen=True, kw_only=True):
@@ -94,6 +97,8 @@ class ManifestReply(Message, frozen=True, kw_only=True):
     host: str
     direct: str = ""
     """Address where the trainer serves these bytes itself; "" if it does not, or no longer."""
+    mirrored: bool = False
+    """The mirror has these bytes."""
 
 
 class GetChunk(Message, frozen=True, kw_only=True):

@@ -340,6 +340,8 @@ class ParametersStatus(Status, frozen=True, kw_only=True):
     uploads: int = 0
     """Number of uploads in progress."""
     relays: tuple[RelayPlace, ...] = ()
+    mirror: str = ""
+    """Why readers do not wait for the mirror; "" if it works, or if the run has none."""
 
 
 class RelayStatus(Status, frozen=True, kw_only=True):

@@ -180,11 +180,18 @@ class RegisterCheckpointReply(Message, frozen=True, kw_only=True):
 class GetRetainedVersions(Message, frozen=True, kw_only=True):
     """The parameter server requests the versions that it must keep. -> RetainedVersions"""
 
+    stored: list[tuple[Lineage, Version]] = msgspec.field(default_factory=list[tuple[Lineage, Version]])
+    """(lineage, version) of every registered version that it has."""
+
 
 class RetainedVersions(Message, frozen=True, kw_only=True):
     """(lineage, version) of every version that a lease, an instance, a checkpoint or a rollback may still need."""
 
     versions: list[tuple[Lineage, Version]]
+    lineage: Lineage = Lineage(0)
+    """Newest lineage of the run."""
+    surviving: list[tuple[Lineage, Version]] = msgspec.field(default_factory=list[tuple[Lineage, Version]])
+    """The versions of the request that no rollback has abandoned."""
 
 
 class Metrics(Message, frozen=True, kw_only=True):

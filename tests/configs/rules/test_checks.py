@@ -109,6 +109,15 @@ DIRECT = ("parameters.transport=direct", "rollout.engine=transformers", "trainer
             [*DIRECT, "parameters.direct_bind=tcp://10.0.0.1:5590"],
             r'direct_bind is "tcp://10\.0\.0\.1:5590"; without security\.keys only loopback may be bound',
         ),
+        (
+            ["rollout.weights_from=mirror"],
+            r'weights_from is "mirror"; it needs parameters\.mirror; leave it at "server"',
+        ),
+        (["parameters.mirror=/shared"], r'parameters\.mirror is "/shared"; it must be s3://BUCKET/PREFIX or file:///'),
+        (
+            ["parameters.mirror=s3://AKID:secret@bucket/x"],
+            r'mirror is "s3://\.\.\.@bucket/x"; credentials and options belong into the environment',
+        ),
         (["reward.run=score"], r'reward\.run is "score"; it must be module:function or file\.py:function'),
         (["reward.run=a:"], r'reward\.run is "a:"; it must be module:function'),
         (['reward.run=""'], r'reward\.run is ""; it must be module:function'),

@@ -77,7 +77,7 @@ class Store:
     def recover(self) -> "asyncio.Task[None]":
         return asyncio.ensure_future(self.catalog.recover())
 
-    def collect(self) -> "asyncio.Task[None]":
+    def collect(self) -> "asyncio.Task[bool]":
         return asyncio.ensure_future(self.catalog.collect())
 
     def stage(self, mib: int) -> "asyncio.Task[Staged]":
