@@ -171,6 +171,7 @@ def open_judge(config: Config, run_dir: Path, stage: str) -> Judge:
             temperature=config.rollout.temperature,
             micro_tokens=trainer.micro_tokens,
             threads=config.reference.threads,
+            matmul_precision=config.model.matmul_precision,
         )
     from staleflow.clients.stage.critic import Critic
 

@@ -30,9 +30,10 @@ _ON_CPU = {
 }
 
 
-def prepare(threads: int, *, cpu: bool) -> None:
+def prepare(threads: int, *, cpu: bool, matmul_precision: str = "highest") -> None:
     """Set vLLM's environment variables before its import, keeping values that the user has set."""
-    settings = _ALWAYS | (_ON_CPU | ({"OMP_NUM_THREADS": str(threads)} if threads else {}) if cpu else {})
+    settings = _ALWAYS | {"VLLM_FLOAT32_MATMUL_PRECISION": matmul_precision}
+    settings |= _ON_CPU | ({"OMP_NUM_THREADS": str(threads)} if threads else {}) if cpu else {}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     os.environ[PARENT] = str(os.getpid())
