@@ -2,8 +2,9 @@
 
 Each way runs in a process of its own, in turns, on random trajectories of equal shapes: one optimizer step on all of
 them, GRPO advantages, the clipped loss. A step's time excludes the data. *share of matmul* is 6 FLOPs a parameter and
-token over the speed of a large matrix product in the same process. Peak memory is what a step needs above what the
-process holds between steps. Needs the extra ``trl``.
+token over the speed of a large matrix product in the same process. On a machine that does other work, compare the CPU
+seconds, which exclude waiting for a core. Peak memory is what a step needs above what the process holds between steps.
+Needs the extra ``trl``.
 
     python -m bench.trainer [--model DIRECTORY] [--shape NAME] [--threads N] [--rounds N] [--markdown]
 """
@@ -32,7 +33,7 @@ OURS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Settings of the shipped trainer."""
 WAYS: Final = ("torch", "TRL", *OURS)
-TITLES: Final = ("way", "s a step", "÷ torch", "tokens/s", "share of matmul", "peak MiB of a step")
+TITLES: Final = ("way", "s a step", "÷ torch", "CPU s", "÷ torch", "tokens/s", "share of matmul", "peak MiB of a step")
 
 
 def measured(way: str, model: Path, shape: str, *, threads: int, steps: int) -> dict[str, float]:
@@ -53,12 +54,14 @@ def rows(results: Mapping[str, Sequence[Mapping[str, float]]]) -> list[tuple[str
     def median(way: str, name: str) -> float:
         return statistics.median(one[name] for one in results[way])
 
-    base = median("torch", "seconds")
+    base, cpu = median("torch", "seconds"), median("torch", "cpu_seconds")
     return [
         (
             way,
             f"{median(way, 'seconds'):.3f}",
             f"{base / median(way, 'seconds'):.2f}",
+            f"{median(way, 'cpu_seconds'):.3f}",
+            f"{cpu / median(way, 'cpu_seconds'):.2f}",
             f"{median(way, 'tokens') / median(way, 'seconds'):,.0f}",
             f"{median(way, 'matmul_share'):.2f}",
             f"{median(way, 'peak_mib'):,.0f}",

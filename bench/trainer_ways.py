@@ -2,7 +2,8 @@
 # mypy: disable-error-code="no-untyped-call, misc"
 """One way to train, in a process of its own: ``python -m bench.trainer_ways WAY MODEL SHAPE THREADS STEPS``.
 
-Prints one JSON object: median seconds and peak memory of the steps after the first, tokens of a step, share of matmul.
+Prints one JSON object: medians of the seconds, CPU seconds and peak memory of the steps after the first, tokens of a
+step, share of matmul.
 """
 
 import json
@@ -27,6 +28,7 @@ from staleflow.clients.models.passes import padded_passes
 from staleflow.clients.trainer.algorithms.advantages import grpo
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.configs.schema import Config
+from staleflow.process.host import reuse_memory
 
 LR, CAP, CLIP = 1e-5, 2.0, 1.0
 MATMUL, MATMUL_TURNS = 1024, 20
@@ -37,14 +39,16 @@ class Measure:
     """Seconds and peak memory of the measured steps."""
 
     seconds: list[float] = field(default_factory=list[float])
+    cpu_seconds: list[float] = field(default_factory=list[float])
     peaks_mib: list[float] = field(default_factory=list[float])
 
     @contextmanager
     def step(self) -> Iterator[None]:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the resident memory
-        held, started = memory("VmRSS"), time.perf_counter()
+        held, started, used = memory("VmRSS"), time.perf_counter(), time.process_time()
         yield
         self.seconds.append(time.perf_counter() - started)
+        self.cpu_seconds.append(time.process_time() - used)
         self.peaks_mib.append((memory("VmHWM") - held) / 1024)
 
 
@@ -197,6 +201,7 @@ def matmul_flops() -> float:
 
 def main(way: str, model: str, shape_name: str, threads: str, steps: str) -> None:
     torch.set_num_threads(int(threads))
+    reuse_memory()  # as in every process of staleflow; otherwise page faults cost up to an eighth of a short step
     directory, shape, measure, count = Path(model), SHAPES[shape_name], Measure(), int(steps) + 1
     run: Callable[[], None]
     if way == "torch":
@@ -211,6 +216,7 @@ def main(way: str, model: str, shape_name: str, threads: str, steps: str) -> Non
     seconds = statistics.median(measure.seconds[1:])
     values = {
         "seconds": seconds,
+        "cpu_seconds": statistics.median(measure.cpu_seconds[1:]),
         "tokens": tokens,
         "matmul_share": 6.0 * parameters * tokens / seconds / matmul_flops(),
         "peak_mib": statistics.median(measure.peaks_mib[1:]),

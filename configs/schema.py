@@ -54,6 +54,11 @@ class Model(Section, frozen=True, kw_only=True):
     """Keyword arguments of ``build``."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which engines and the trainer compute; published weights have it too."""
+    matmul_precision: Literal["highest", "high"] = "highest"
+    """Precision of float32 matrix products on a GPU, in trainer, engines, reference models and critic, by its name in
+    ``torch.set_float32_matmul_precision``. ``high``: TF32, several times as fast on NVIDIA GPUs since Ampere; its
+    mantissa has 10 bits (float32 23, bfloat16 7). No effect on what computes in bfloat16, nor on hardware without TF32,
+    such as most CPUs. A vLLM server that you start takes it from ``VLLM_FLOAT32_MATMUL_PRECISION``."""
     lora: Lora = field(default_factory=Lora)
 
     @property

@@ -146,7 +146,7 @@ def _trainer(result: Measured, question: Question) -> Measured:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_release_gradient)
-    passes.use(learner, FlopsMeter(model, ranks, config.model.dtype))
+    passes.use(learner, FlopsMeter(model, ranks, config.model))
     shared = passes.assume(shares_prompts=not why_not_tried(model), whole_logits=not _logits_are_the_layers(model))
     batch = _batch(question, result, shared=shared)
     rows = np.arange(len(batch.rewards))

@@ -63,6 +63,7 @@ class Critic:
     """
 
     def __init__(self, config: Config, directory: Path, folder: Path) -> None:
+        torch.set_float32_matmul_precision(config.model.matmul_precision)
         torch.manual_seed(config.seed)
         if config.critic.threads:
             torch.set_num_threads(config.critic.threads)

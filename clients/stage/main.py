@@ -189,6 +189,7 @@ def open_judge(config: Config, run_dir: Path, stage: str) -> Judge:
         temperature=config.rollout.temperature,
         micro_tokens=config.trainer.micro_tokens,
         threads=config.reference.threads,
+        matmul_precision=config.model.matmul_precision,
     )
 
 

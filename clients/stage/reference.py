@@ -21,9 +21,19 @@ COLUMN = "logprobs"
 class Reference:
     """Compute ``logprobs``, float32 [T], at the engine's sampling temperature, as for the policy. Never learns."""
 
-    def __init__(self, directory: Path, *, dtype: str, temperature: float, micro_tokens: int, threads: int = 1) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        dtype: str,
+        temperature: float,
+        micro_tokens: int,
+        threads: int = 1,
+        matmul_precision: str = "highest",
+    ) -> None:
         if threads:
             torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(matmul_precision)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = load_model(directory, dtype, self._device).requires_grad_(False)
         self._limits = Limits.of(self._model)

@@ -63,7 +63,7 @@ class Gradients:
         self._no_room = ""
         """The error of a pass of this rank that did not fit, until the ranks agree on it."""
         self._largest = 0
-        """Tokens of the largest pass that fitted so far."""
+        """Tokens of the largest pass that fitted so far, of one of several ranks."""
 
     def take(self, batch: TrainBatch) -> None:
         """Compute the advantages of the rows. Groups that raise are recorded."""
@@ -200,7 +200,7 @@ class Gradients:
                 loss = self._passes.router.add(self.loss(batch, which, scored), weight)
                 self._learner.backward(loss, last=last)
 
-        if self._guarded(compute, last=last):
+        if self._guarded(compute, last=last) and not isinstance(self._ranks, OneRank):
             self._largest = max(self._largest, self._passes.size(batch, which))
 
     def _guarded(self, compute: Callable[[], None], *, last: bool) -> bool:

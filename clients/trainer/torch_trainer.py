@@ -71,6 +71,7 @@ class TorchTrainer:
     ) -> None:
         if config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
+        torch.set_float32_matmul_precision(config.model.matmul_precision)
         torch.manual_seed(config.seed)
         self._config = config
         self._directory = directory
@@ -114,7 +115,7 @@ class TorchTrainer:
         self._passes.apply(model)
         if how := self._config.trainer.gradient_checkpointing:
             checkpoint_gradients(model, selective=how == "selective")
-        self._flops = FlopsMeter(model, self._ranks, self._config.model.dtype)
+        self._flops = FlopsMeter(model, self._ranks, self._config.model)
         self.learner = make_learner(self._config, model, self._ranks, files)
         self._passes.use(self.learner, self._flops)
         self._gradients = Gradients(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from staleflow.clients.trainer.backends.collectives import Ranks
+from staleflow.configs.schema import Model
 
 PEAKS: dict[str, tuple[float, float]] = {
     "H200": (989e12, 67e12),
@@ -35,11 +36,12 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of a model's configuration that hold the number of routed experts per layer."""
 
 
-def peak_flops(device: str, dtype: str) -> float | None:
-    """Return the FLOP/s of a device by its name; None for unknown devices."""
+def peak_flops(device: str, model: Model) -> float | None:
+    """Return the FLOP/s of a device by its name, in the model's precision; None for unknown devices."""
     for name, (bfloat16, float32) in PEAKS.items():
         if name in device:
-            return bfloat16 if dtype == "bfloat16" else float32
+            tf32 = bfloat16 / 2  # of the dense tensor cores, on all of these devices
+            return bfloat16 if model.dtype == "bfloat16" else tf32 if model.matmul_precision == "high" else float32
     return None
 
 
@@ -73,7 +75,7 @@ def _work(parameter: torch.Tensor) -> float:
 class FlopsMeter:
     """FLOP utilisation of one model on one kind of device. Create it before a backend shards the model."""
 
-    def __init__(self, model: Any, ranks: Ranks, dtype: str) -> None:
+    def __init__(self, model: Any, ranks: Ranks, settings: Model) -> None:
         config = model.config.get_text_config()
         tied = bool(getattr(config, "tie_word_embeddings", False))
         looked_up = 0 if tied else _work(model.get_input_embeddings().weight)  # a lookup performs no multiplication
@@ -87,7 +89,7 @@ class FlopsMeter:
         self._width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         self._ranks = ranks
         cuda = ranks.device.type == "cuda"
-        self._peak = peak_flops(torch.cuda.get_device_name(ranks.device), dtype) if cuda else None
+        self._peak = peak_flops(torch.cuda.get_device_name(ranks.device), settings) if cuda else None
 
     @property
     def measures(self) -> bool:

@@ -54,9 +54,8 @@ class MasterAdamW:
 
     def scale(self, factor: float) -> None:
         """Multiply the gradient by ``factor``."""
-        for master in self._master.values():
-            if master.grad is not None:
-                master.grad.mul_(factor)
+        if gradients := [master.grad for master in self._master.values() if master.grad is not None]:
+            torch._foreach_mul_(gradients, factor)
 
     def clip(self) -> float:
         """Clip the gradient to ``grad_clip``; return its previous L2 norm, which is not finite if any part is not."""

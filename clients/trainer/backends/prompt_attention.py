@@ -12,8 +12,9 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
 
+from staleflow.clients.models.packed_attention import packed_mask
 from staleflow.clients.trainer.backends.prompt_layout import Sequence
 
 NAME = "staleflow_shared_prompts"
@@ -129,7 +130,7 @@ def _lower_right(queries: int, keys: int) -> Tensor:
 _uncompiled: Any = torch.compiler.disable
 # The number of blocks and their shapes differ from pass to pass.
 AttentionInterface.register(NAME, _uncompiled(shared_prompt_attention))
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, packed_mask)
 
 
 @contextmanager

@@ -24,13 +24,20 @@ BLOCK_AREA = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive tokens of the sequence, and the prompt before them (length 0 for a run without one)."""
+class Runs:
+    """Runs of consecutive tokens of the sequence, and the prompt before each. All [n]."""
 
-    start: int
-    length: int
-    prompt_start: int = 0
-    prompt_length: int = 0
+    start: Ints
+    length: Ints
+    prompt_start: Ints
+    prompt_length: Ints
+    """0 for a run without a prompt before it."""
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def __getitem__(self, which: Ints | NDArray[np.bool_] | slice) -> "Runs":
+        return Runs(self.start[which], self.length[which], self.prompt_start[which], self.prompt_length[which])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,80 +81,82 @@ def shared_lengths(batch: TrainBatch) -> Ints:
 
 def shared_prefixes(input_ids: Ints, prompts: Ints, groups: Ints) -> Ints:
     """Return ``shared_lengths`` for rows with prompts of these lengths."""
-    shared = np.zeros(len(groups), np.int64)
-    for group in np.unique(groups):
-        (rows,) = np.nonzero(groups == group)
-        if len(rows) > 1:
-            width = int(prompts[rows].min())
-            equal = (input_ids[rows, :width] == input_ids[rows[0], :width]).all(axis=0)
-            shared[rows] = width if equal.all() else int(equal.argmin())
+    if len(groups) == 0:
+        return np.zeros(0, np.int64)
+    order = np.argsort(groups, kind="stable")
+    _, first, group, count = np.unique(groups[order], return_index=True, return_inverse=True, return_counts=True)
+    width = np.minimum.reduceat(prompts[order], first)
+    # All rows of a group have a common prefix exactly as long as each has with the row before it.
+    ids = input_ids[order, : int(width.max())]
+    differs = np.zeros(ids.shape, np.bool_)
+    differs[1:] = ids[1:] != ids[:-1]
+    differs[first] = False
+    equal = np.where(differs.any(axis=1), differs.argmax(axis=1), ids.shape[1])
+    common = np.minimum(np.minimum.reduceat(equal, first), width) * (count > 1)
+    shared = np.empty(len(groups), np.int64)
+    shared[order] = common[group]
     return shared
 
 
 def lay_out(input_ids: Ints, lengths: Ints, prompts: Ints, groups: Ints, *, block_area: int = BLOCK_AREA) -> Sequence:
     """Return the sequence of a pass over rows of these lengths, prompt lengths and groups."""
     shared = shared_prefixes(input_ids, prompts, groups)
-    heads, tails = list[Run](), list[Run]()
-    ids, positions, places = list[Ints](), list[Ints](), list[Ints]()
-    prompt_of: dict[int, Run] = {}
-    end = 0
-
-    def append(row: int, first: int, last: int) -> Ints:
-        nonlocal end
-        ids.append(input_ids[row, first:last])
-        positions.append(np.arange(first, last))
-        end += last - first
-        return np.arange(end - (last - first), end)
-
-    for row, (group, length, prefix) in enumerate(zip(groups.tolist(), lengths.tolist(), shared.tolist(), strict=True)):
-        if prefix == 0:
-            heads.append(Run(end, length))
-            places.append(append(row, 0, length))
-            continue
-        if group not in prompt_of:
-            prompt_of[group] = Run(end, prefix)
-            heads.append(prompt_of[group])
-            append(row, 0, prefix)
-        prompt = prompt_of[group]
-        if length > prefix:
-            tails.append(Run(end, length - prefix, prompt.start, prefix))
-        places.append(np.concatenate([prompt.start + np.arange(prefix), append(row, prefix, length)]))
+    own = lengths - shared
+    _, first, group = np.unique(groups, return_index=True, return_inverse=True)
+    alone, opens = shared == 0, np.zeros(len(groups), np.bool_)
+    opens[first] = True
+    # Each row has two parts: the prompt if it is the first row of its group, then the tokens that it does not share.
+    parts = np.stack([shared * opens, own], axis=1).ravel()
+    starts = (parts.cumsum() - parts).reshape(-1, 2)
+    prompt_start, own_start = starts[first, 0][group], starts[:, 1]
+    part, offset = _counted(parts)
+    row = part // 2
+    positions = offset + np.where(part % 2, shared[row], 0)
+    row_of, place = _counted(lengths)
+    places = place + np.where(place < shared[row_of], prompt_start[row_of], (own_start - shared)[row_of])
+    (completion,) = np.nonzero(place >= prompts[row_of])
+    none = np.zeros_like(shared)
+    heads = Runs(np.where(alone, own_start, prompt_start), np.where(alone, own, shared), none, none)[alone | opens]
+    tails = Runs(own_start, own, prompt_start, shared)[~alone & (own > 0)]
     of_block = [*_blocks(heads, block_area), *_blocks(tails, block_area)]
-    sizes = list(zip(lengths.tolist(), prompts.tolist(), strict=True))
     return Sequence(
-        input_ids=np.concatenate(ids),
-        positions=np.concatenate(positions),
+        input_ids=input_ids[row, positions],
+        positions=positions,
         blocks=[_block(runs) for runs in of_block],
-        attended=_attended(of_block, end),
-        places=np.concatenate(places),
-        predicting=np.concatenate(
-            [place[prompt - 1 : length - 1] for place, (length, prompt) in zip(places, sizes, strict=True)]
-        ),
-        targets=np.concatenate([input_ids[row, prompt:length] for row, (length, prompt) in enumerate(sizes)]),
+        attended=_attended(of_block, len(row)),
+        places=places,
+        predicting=places[completion - 1],
+        targets=input_ids[row_of[completion], place[completion]],
     )
 
 
-def _blocks(runs: list[Run], block_area: int) -> Iterator[list[Run]]:
+def _counted(lengths: Ints) -> tuple[Ints, Ints]:
+    """Return the index of each element's part and its place within it, for parts of these lengths in a row."""
+    part = np.repeat(np.arange(len(lengths)), lengths)
+    return part, np.arange(len(part)) - (lengths.cumsum() - lengths)[part]
+
+
+def _blocks(runs: Runs, block_area: int) -> Iterator[Runs]:
     """Yield all runs as one block if it is small; otherwise blocks of equal prompts and at least half full."""
-    longest, prompt = (max((getattr(run, key) for run in runs), default=0) for key in ("length", "prompt_length"))
-    if len(runs) * longest * (prompt + longest) <= block_area:
-        if runs:
-            yield runs
+    if len(runs) == 0:
         return
-    block: list[Run] = []
-    for run in sorted(runs, key=lambda run: (run.prompt_length, -run.length, run.start)):
-        if block and (run.prompt_length != block[0].prompt_length or 2 * run.length < block[0].length):
-            yield block
-            block = []
-        block.append(run)
-    yield block
+    longest, prompt = int(runs.length.max()), int(runs.prompt_length.max())
+    if len(runs) * longest * (prompt + longest) <= block_area:
+        yield runs
+        return
+    runs = runs[np.lexsort((runs.start, -runs.length, runs.prompt_length))]
+    sizes = list(zip(runs.prompt_length.tolist(), runs.length.tolist(), strict=True))
+    first = 0
+    for number, (prompt, length) in enumerate(sizes):
+        if prompt != sizes[first][0] or 2 * length < sizes[first][1]:
+            yield runs[first:number]
+            first = number
+    yield runs[first:]
 
 
-def _block(runs: list[Run]) -> Block:
-    starts, lengths, prompt_starts, prompts = (
-        np.array([getattr(run, key) for run in runs], np.int64)[:, None]
-        for key in ("start", "length", "prompt_start", "prompt_length")
-    )
+def _block(runs: Runs) -> Block:
+    starts, lengths = runs.start[:, None], runs.length[:, None]
+    prompt_starts, prompts = runs.prompt_start[:, None], runs.prompt_length[:, None]
     own, context = np.arange(lengths.max()), np.arange(prompts.max())
     # Padding repeats the first token of a run: its output is dropped, and as a key only other padding attends to it.
     queries = starts + np.where(own < lengths, own, 0)
@@ -160,11 +169,11 @@ def _block(runs: list[Run]) -> Block:
     return Block(queries, keys, mask)
 
 
-def _attended(of_block: list[list[Run]], end: int) -> Ints:
+def _attended(of_block: list[Runs], end: int) -> Ints:
     attended, base = np.zeros(end, np.int64), 0
     for runs in of_block:
-        width = max(run.length for run in runs)
-        for number, run in enumerate(runs):
-            attended[run.start : run.start + run.length] = base + number * width + np.arange(run.length)
+        width = int(runs.length.max())
+        run, place = _counted(runs.length)
+        attended[runs.start[run] + place] = base + run * width + place
         base += len(runs) * width
     return attended

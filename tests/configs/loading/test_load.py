@@ -59,6 +59,7 @@ def test_the_last_of_two_overrides_counts(write: Write) -> None:
         ("staleness.max_staleness=two", 'staleness.max_staleness is "two"; it must be an integer from 0 to 1024'),
         ("staleness.max_staleness=true", "staleness.max_staleness is true; it must be an integer from 0 to 1024"),
         ("staleness.bound=x", 'staleness.bound is "x"; it must be one of "token", "trajectory"'),
+        ("model.matmul_precision=tf32", 'model.matmul_precision is "tf32"; it must be one of "high", "highest"'),
         (
             "rollout.engine=x",
             'rollout.engine is "x"; it must be one of "simulated", "transformers", "vllm", "vllm_server", or'

@@ -36,6 +36,7 @@ def open_transformers(config: Config, directory: Path) -> tuple[TransformersEngi
     """Return the engine and the tokenizer of a run's model directory."""
     tokenizer = open_tokenizer(directory)
     encode = encoder(tokenizer, chat_template=config.prompts.chat_template, system=config.prompts.system)
+    torch.set_float32_matmul_precision(config.model.matmul_precision)
     model = open_model(directory, config.model.dtype, config.rollout.threads)
     check_vocabulary(tokenizer, model)
     if config.model.lora.rank:

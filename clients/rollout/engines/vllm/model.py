@@ -37,7 +37,8 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
     Raise ``ConfigError`` if the machine or model is unsuitable, ``EngineError`` for a failure that may be transient.
     """
     cpu = not torch.cuda.is_available()
-    prepare(config.rollout.threads, cpu=cpu, ranks=config.rollout.vllm.tensor_parallel)
+    vllm, precision = config.rollout.vllm, config.model.matmul_precision
+    prepare(config.rollout.threads, cpu=cpu, ranks=vllm.tensor_parallel, matmul_precision=precision)
     open_package()
     tokenizer = open_tokenizer(directory)
     encode = encoder(tokenizer, chat_template=config.prompts.chat_template, system=config.prompts.system)

@@ -31,12 +31,13 @@ _ON_CPU = {
 }
 
 
-def prepare(threads: int, *, cpu: bool, ranks: int = 1) -> None:
+def prepare(threads: int, *, cpu: bool, ranks: int = 1, matmul_precision: str = "highest") -> None:
     """Set vLLM's environment variables before its import, keeping values that the user has set.
 
     On a CPU, the ``ranks`` of a tensor-parallel engine share the threads of the worker.
     """
-    settings = _ALWAYS | (_ON_CPU | ({"OMP_NUM_THREADS": str(threads)} if threads else {}) if cpu else {})
+    settings = _ALWAYS | {"VLLM_FLOAT32_MATMUL_PRECISION": matmul_precision}
+    settings |= _ON_CPU | ({"OMP_NUM_THREADS": str(threads)} if threads else {}) if cpu else {}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     if cpu and ranks > 1:

@@ -10,16 +10,19 @@ import torch
 from staleflow.clients.trainer.backends.collectives import OneRank
 from staleflow.clients.trainer.backends.flops import FlopsMeter, active_parameters, peak_flops, step_flops
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
+from staleflow.configs.schema import Model
 from staleflow.protocols.consistency.ids import Step
 from tests.clients.trainer.making import batch, config
 
 
 def test_a_peak_is_found_by_the_devices_name_and_dtype() -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
-    assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") == 19.5e12
-    assert peak_flops("NVIDIA A10G", "bfloat16") == 70e12
-    assert peak_flops("Some other chip", "bfloat16") is None
+    coarse, exact, tf32 = Model(dtype="bfloat16"), Model(), Model(matmul_precision="high")
+    assert peak_flops("NVIDIA H100 80GB HBM3", coarse) == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", coarse) == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", exact) == 19.5e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", tf32) == 156e12
+    assert peak_flops("NVIDIA A10G", coarse) == 70e12
+    assert peak_flops("Some other chip", coarse) is None
 
 
 def test_a_step_costs_six_operations_a_parameter_and_token_and_its_attention() -> None:
@@ -35,7 +38,7 @@ def test_a_step_that_took_no_longer_than_its_arithmetic_used_all_of_the_device(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, data = OneRank(torch.device("cpu")), batch(0)
-    speed = FlopsMeter(TorchTrainer(config(), model_directory).model, ranks, "float32")
+    speed = FlopsMeter(TorchTrainer(config(), model_directory).model, ranks, Model())
     monkeypatch.setattr(speed, "_peak", 1e6)
     embeddings, layer = 20 * 32, 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 16 + 2 * 32
     work = {"tokens": int(data.sequence_lengths.sum()), "squares": int((data.sequence_lengths**2).sum())}
@@ -78,9 +81,9 @@ def test_a_mixture_that_does_not_say_how_many_experts_a_token_has_gives_no_utili
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, ranks = mixture(), OneRank(torch.device("cpu"))
-    known = FlopsMeter(model, ranks, "float32")
+    known = FlopsMeter(model, ranks, Model())
     model.config.num_experts_per_tok = 0
-    unknown = FlopsMeter(model, ranks, "float32")
+    unknown = FlopsMeter(model, ranks, Model())
     for speed in (known, unknown):
         monkeypatch.setattr(speed, "_peak", 1e6)
     assert ("perf/mfu" in known.values(1.0), unknown.values(1.0)) == (True, {})

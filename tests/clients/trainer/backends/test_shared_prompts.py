@@ -121,6 +121,16 @@ def test_shared_passes_have_the_log_probabilities_and_gradient_of_padded_ones(
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_shared_pass_has_no_mask_of_the_whole_sequence() -> None:
+    """Its positions restart in each run, for which sdpa would get a mask of tokens squared: 1 GiB for 32,768 tokens."""
+    model, masks = built("qwen2"), list[Any]()
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, __, inputs: masks.append(inputs["attention_mask"]), with_kwargs=True
+    )
+    computes(model, ragged(), np.arange(11), shared=True)
+    assert masks == [None]
+
+
 def seen(trainer: TorchTrainer) -> list[tuple[int, ...]]:
     """The shapes of the token ids of each pass from now on."""
     shapes: list[tuple[int, ...]] = []
@@ -226,9 +236,9 @@ def test_the_check_at_start_finds_a_pass_that_is_not_the_padded_one(
     model = built("qwen2").to(dtype)
     block, layout = prompt_layout._block, lay_out
 
-    def seeing(runs: list[prompt_layout.Run]) -> prompt_layout.Block:
-        first = min(run.start for run in runs if run.prompt_start == runs[0].prompt_start)
-        return block([replace(run, prompt_start=first - 1) if run.start != first else run for run in runs])
+    def seeing(runs: prompt_layout.Runs) -> prompt_layout.Block:
+        first = runs.start[runs.prompt_start == runs.prompt_start[0]].min()
+        return block(replace(runs, prompt_start=np.where(runs.start == first, runs.prompt_start, first - 1)))
 
     def wrong(*rows: Any, **more: Any) -> prompt_layout.Sequence:
         sequence = layout(*rows, **more)

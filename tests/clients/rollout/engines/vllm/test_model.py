@@ -164,7 +164,8 @@ def test_a_server_that_cannot_serve_the_run_is_refused_with_the_option_to_set(wr
 
 def test_the_environment_is_prepared_but_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "5"})
-    prepare(2, cpu=False)
+    prepare(2, cpu=False, matmul_precision="high")
+    assert os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] == "high"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
     prepare(2, cpu=True)
     assert (os.environ["OMP_NUM_THREADS"], os.environ["VLLM_CPU_OMP_THREADS_BIND"]) == ("5", "nobind")
