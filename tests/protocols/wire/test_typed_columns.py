@@ -21,7 +21,7 @@ SCORE = TypedColumn(name="score", per="sample", dtype="int64", shape=(2,))
 DECLARED = (EXPERTS, TEACHER, IMAGE, SCORE)
 LENGTHS = [2, 0, 3]
 
-KINDS: list[Any] = [name for name in DTYPES if name != "bfloat16"]
+KINDS: list[Any] = ["uint16", *(name for name in DTYPES if name != "bfloat16")]
 
 
 @st.composite
