@@ -84,9 +84,14 @@ def shared_prefixes(input_ids: Ints, prompts: Ints, groups: Ints) -> Ints:
     return shared
 
 
-def lay_out(input_ids: Ints, lengths: Ints, prompts: Ints, groups: Ints, *, block_area: int = BLOCK_AREA) -> Sequence:
-    """Return the sequence of a pass over rows of these lengths, prompt lengths and groups."""
-    shared = shared_prefixes(input_ids, prompts, groups)
+def lay_out(
+    input_ids: Ints, lengths: Ints, prompts: Ints, groups: Ints, *, block_area: int = BLOCK_AREA, unshared: int = 0
+) -> Sequence:
+    """Return the sequence of a pass over rows of these lengths, prompt lengths and groups.
+
+    ``unshared``: number of tokens at the end of each prompt that are not shared.
+    """
+    shared = shared_prefixes(input_ids, prompts - unshared, groups)
     heads, tails = list[Run](), list[Run]()
     ids, positions, places = list[Ints](), list[Ints](), list[Ints]()
     prompt_of: dict[int, Run] = {}
