@@ -57,7 +57,8 @@ class Routers:
     @contextmanager
     def recording(self) -> Generator[list[Tensor]]:
         """Yield a list that one pass fills: int64 [tokens, experts per token] for each layer."""
-        self._chosen = chosen = []
+        chosen: list[Tensor] = []
+        self._chosen = chosen
         try:
             yield chosen
         finally:

@@ -27,6 +27,8 @@ Dtype = Literal["int8", "uint8", "uint16", "int32", "int64", "float16", "float32
 
 OPEN_DTYPES: Final = ("uint8", "uint16")
 """Dtypes of a column whose shape is open."""
+OPEN_DIMENSIONS: Final = 2
+"""Dimensions of one value of such a column."""
 
 MAX_COLUMNS: Final = 16
 MAX_TOKEN_BYTES: Final = 64 << 10
@@ -80,11 +82,14 @@ class TypedColumn:
             return f"{' or '.join(OPEN_DTYPES)}[*, *]"
         return "bytes" if self.is_bytes else f"{self.dtype}{list(self.shape) if self.shape else ''}"
 
-    def fitted(self, array: Any) -> "TypedColumn":
-        """Return the column with dtype and dimensions of this array, [tokens, *shape], if they are open and allowed."""
-        if self.shape is not None or getattr(array, "ndim", 0) != 3 or array.dtype.name not in OPEN_DTYPES:
+    def fitted(self, given: Any) -> "TypedColumn":
+        """Return the column with dtype and dimensions of an array [tokens, *shape], if they are open and allowed."""
+        if self.shape is not None or not isinstance(given, np.ndarray):
             return self
-        return replace(self, dtype=array.dtype.name, shape=array.shape[1:])
+        array = cast(Array, given)
+        if array.ndim != 1 + OPEN_DIMENSIONS or array.dtype.name not in OPEN_DTYPES:
+            return self
+        return replace(self, dtype=cast(Dtype, array.dtype.name), shape=array.shape[1:])
 
     def encode(self, values: Sequence[Any]) -> dict[str, Array]:
         """Return the arrays of the column, from the checked values of the samples in order."""

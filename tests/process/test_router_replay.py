@@ -4,6 +4,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,30 +39,28 @@ lr = 3e-2
 eval_prompts = 0
 """
 """An untrained model gets rewards that differ, and this learning rate changes the choices within a step."""
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+}
 
 
 def test_a_run_replays_the_experts_of_its_engines(run_dir: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokenizer = character_tokenizer()
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            moe_intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=8,
-            num_experts_per_tok=2,
-            max_position_embeddings=64,
-            initializer_range=0.3,
-            bos_token_id=None,
-            eos_token_id=EOS_ID,
-            pad_token_id=PAD_ID,
-        )
-    )
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, vocab_size=len(tokenizer)))
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
     file = tmp_path / "run.toml"

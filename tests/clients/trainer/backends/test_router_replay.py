@@ -27,7 +27,9 @@ from staleflow.protocols.wire.messages import ModelLimits
 from staleflow.protocols.wire.routed_experts import COLUMN, NAME
 from tests.clients.trainer.backends.test_fused_weights import saved
 from tests.clients.trainer.backends.test_shared_prompts import built
-from tests.clients.trainer.making import config, header, payload
+from tests.clients.trainer.making import config, header, payload, share
+from tests.clients.trainer.rank_process import record_experts
+from tests.clients.trainer.ranked import ranked
 
 CPU = torch.device("cpu")
 LAYERS, EXPERTS, PER_TOKEN = 2, 5, 2
@@ -108,9 +110,7 @@ def assert_same(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, di
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-5)
     assert ours[1].keys() == theirs[1].keys()
     for name, gradient in theirs[1].items():
-        torch.testing.assert_close(
-            ours[1][name], gradient, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: name + text
-        )
+        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])
@@ -209,3 +209,19 @@ def test_a_dense_model_is_refused(tmp_path: Path) -> None:
     wanted = r"trainer\.router_replay is true; qwen3 has no router that selects experts; set it to false"
     with pytest.raises(ConfigError, match=wanted):
         TorchTrainer(config(router_replay=True), saved(tmp_path, "qwen3"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(250)
+def test_ranks_with_sharded_weights_replay_the_records_of_the_rows_that_they_exchange(tmp_path: Path) -> None:
+    directory = made(tmp_path / "model")
+    sharded = config(router_replay=True, backend="fsdp")
+    two = ranked(sharded, directory, tmp_path / "two", 2, steps=[0, 1], experts=EXPERTS, longest=3)
+    trainer = TorchTrainer(config(router_replay=True), directory)
+    for step in range(2):
+        data = share(step, 0, 1, longest=3)
+        record_experts(data, EXPERTS)
+        values = trainer.train(data, Step(step), lambda: False).values
+        for name, tolerance in (("router/replay_changed", 0.05), ("grad_norm", 1e-3)):
+            assert two.column(name)[step] == pytest.approx(values[name], rel=tolerance), name
+        assert values["router/replay_changed"] > 0.3
