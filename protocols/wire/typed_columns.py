@@ -130,7 +130,7 @@ class TypedColumn:
             return data
         unit = ", one value a token" if self.per == "token" else ""
         if self.shape is None:
-            got = f"{given.dtype}{list(given.shape)}" if isinstance(given, np.ndarray) else type(given).__name__
+            got = f"{given.dtype}{list(given.shape)}" if hasattr(given, "dtype") else type(given).__name__
             raise ValueError(f"it must be an array {self}{unit}, got {got}")
         shape = (tokens, *self.shape) if self.per == "token" else self.shape
         expected = f"it must be {self.dtype}{list(shape)}{unit}"
