@@ -9,6 +9,7 @@ from msgspec import Meta, field
 from staleflow.configs.engines import ENGINES
 from staleflow.configs.errors import ConfigError, shown
 from staleflow.configs.section import Positive, Section, Text
+from staleflow.protocols.wire.routed_experts import COLUMN as ROUTED_EXPERTS
 from staleflow.protocols.wire.typed_columns import (
     MAX_COLUMNS,
     MAX_SAMPLE_BYTES,
@@ -30,7 +31,8 @@ class Column(Section, frozen=True, kw_only=True):
     """A typed column of values that rollout workers push with each sample and that the trainer gets: routed experts,
     log-probabilities of a teacher, images. At most 16.
 
-    Workers are `RolloutClient` and engines of your own; the shipped engines make no columns.
+    Workers are `RolloutClient` and engines of your own; the shipped engines make no columns but the one of
+    `trainer.router_replay`.
     """
 
     name: Text
@@ -47,9 +49,10 @@ class Column(Section, frozen=True, kw_only=True):
     """Refuse groups without the column. false: at the trainer, their values are 0 or empty."""
 
 
-def typed_columns(columns: Sequence[Column]) -> tuple[TypedColumn, ...]:
-    """Return the declared columns as the wire protocol uses them."""
-    return tuple(
+def typed_columns(columns: Sequence[Column], *, router_replay: bool = False) -> tuple[TypedColumn, ...]:
+    """Return the declared columns as the wire protocol uses them, and the one that ``trainer.router_replay`` adds."""
+    added = (ROUTED_EXPERTS,) if router_replay else ()
+    return added + tuple(
         TypedColumn(
             name=column.name,
             per=column.per,

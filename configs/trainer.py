@@ -126,6 +126,11 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Weight of the loss that balances the experts of a mixture of experts, beside the policy loss. It acts on every
     token of the trained trajectories, prompts included. Negative: the model's ``router_aux_loss_coef`` if its
     configuration sets ``output_router_logits``, else 0."""
+    router_replay: bool = False
+    """Train a mixture of experts with the experts that the engine chose (rollout routing replay, R3): each router
+    selects the recorded experts for the tokens of a completion, and weighs them by its own logits, so that its gradient
+    remains. Adds the column ``routed_experts``, one byte for each MoE layer and expert of a token. Only with
+    ``rollout.engine`` ``transformers`` or one of your own, and without ``compile``."""
     grad_clip: PositiveFloat = 1.0
     """Maximum L2 norm of the gradient."""
     checkpoint_every: Positive = 20

@@ -147,7 +147,7 @@ class SetPlayer:
             async with self._places:
                 return await self._engine.generate(request)
 
-        return columns_of(prompt_ids, await asyncio.gather(*map(complete, range(self._given.samples))))
+        return columns_of(prompt_ids, await asyncio.gather(*map(complete, range(self._given.samples))), None)
 
     async def _act(self, prompt: int, row: dict[str, Any]) -> GroupPayload:
         """Return the episodes of the prompt that have a result. ``EpisodeFailed`` if none has."""

@@ -46,7 +46,7 @@ class Recipe:
             started=samples_started(rollout),
             sampling=Sampling.of(rollout),
             seed=config.seed,
-            columns=typed_columns(config.column),
+            columns=typed_columns(config.column, router_replay=config.trainer.router_replay),
         )
 
     def capacity(self, slots: int) -> int:
@@ -225,13 +225,14 @@ def leave(engine: AsyncEngine, active: ActiveLease) -> None:
 def payload(
     prompt_ids: NDArray[np.int32],
     samples: Sequence[Trajectory],
-    columns: Sequence[TypedColumn] = (),
+    columns: Sequence[TypedColumn] | None = (),
     *,
     unfinished: bool = False,
 ) -> GroupPayload:
     """Return the arrays of a group. The policy generated every token, so the loss mask is 1 throughout.
 
-    ``unfinished``: columns may be missing. Raise ``ColumnError`` for the first typed column that is wrong.
+    ``columns``: those of the run; None: leave out all that the samples have. ``unfinished``: columns may be missing.
+    Raise ``ColumnError`` for the first typed column that is wrong.
     """
     lengths = [sum(len(s.token_ids) for s in trajectory.segments) for trajectory in samples]
     segments = [
@@ -240,7 +241,8 @@ def payload(
         for segment in trajectory.segments
     ]
     try:
-        typed = encode_columns(columns, [_columns_of(one) for one in samples], lengths, fill=unfinished)
+        given = [] if columns is None else [_columns_of(one) for one in samples]
+        typed = encode_columns(columns or (), given, lengths, fill=unfinished)
     except ValueError as error:
         raise ColumnError(str(error)) from error
     return GroupPayload(

@@ -2,8 +2,8 @@
 """Passes of a trainer's model over rows of a batch: padded, packed, or with the prompt of a group computed once."""
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from staleflow.clients.models.passes import computed, packed_passes, padded_passes, shared_passes
+from staleflow.clients.trainer.algorithms.objective import Reduce
 from staleflow.clients.trainer.algorithms.router import RouterLoss
 from staleflow.clients.trainer.backends.activation_offload import activations_in_main_memory
 from staleflow.clients.trainer.backends.attention import Attention
@@ -24,10 +25,18 @@ from staleflow.clients.trainer.backends.learner import Learner
 from staleflow.clients.trainer.backends.output_layer import OutputLayer
 from staleflow.clients.trainer.backends.prompt_attention import sharing_attention
 from staleflow.clients.trainer.backends.prompt_layout import shared_prefixes
+from staleflow.clients.trainer.backends.router_replay import (
+    UNSHARED_TOKENS,
+    RouterReplay,
+    flat,
+    packed_records,
+    padded_records,
+)
 from staleflow.clients.trainer.backends.shared_prompts import shared_logprobs, why_not_shared
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
+from staleflow.protocols.wire.routed_experts import NAME as ROUTED_EXPERTS
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +56,7 @@ class ModelPasses:
         self._ranks = ranks
         self._attention = Attention(config, ranks.device)
         self.compiled = CompiledLayers(config.trainer.compile, ranks.device)
+        self.replay = RouterReplay(config.trainer.router_replay, ranks.device)
         self._output = OutputLayer(config.trainer.logit_chunk, config.rollout.temperature)
         replaceable = config.trainer.attention in ("auto", "sdpa")
         self._shares_prompts = config.trainer.share_prompts and config.rollout.group_size > 1 and replaceable
@@ -55,11 +65,12 @@ class ModelPasses:
         """Maximum tokens of a pass: the configured number, or half of it since a pass did not fit."""
 
     def apply(self, model: Any) -> None:
-        """Set attention and output layer of a loaded model, and compile its layers.
+        """Set attention, routers and output layer of a loaded model, and compile its layers.
 
-        ``ConfigError`` if it does not support the attention.
+        ``ConfigError`` if it does not support the attention, or has no router to replay.
         """
         self._attention.apply(model)
+        self.replay.apply(model)
         self.compiled.apply(model)
         self._output.apply(model)
 
@@ -71,16 +82,18 @@ class ModelPasses:
 
     def release(self) -> None:
         """Hold no model until the next ``use``."""
+        self.replay.release()
         del self._learner, self._flops, self.router
 
     def check(self) -> None:
         """Choose the kind of passes by what the model computes. Call it on every rank.
 
-        ``ConfigError`` for a model that mixes the trajectories of a packed pass.
+        ``ConfigError`` for a model that mixes the trajectories of a packed pass, or whose routers do not replay.
         """
+        forward = partial(self._logits, last=False)
+        self.replay.check(self._learner.model, forward)
         with self.compiled.paused():
             self._choose()
-        forward = partial(self._logits, last=False)
         with self.computing():
             self.compiled.check(self._learner.model, forward, self._backward, self._ranks.device, self._ranks.any)
         self._learner.clear()
@@ -134,9 +147,23 @@ class ModelPasses:
             return computed(lengths, self._shared(batch, rows), batch.group_ids[rows])[0]
         return len(lengths) * int(lengths.max())
 
-    def computing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def computing(self) -> Generator[None]:
         """Return the context in which passes, backward passes included, are computed."""
-        return sharing_attention(self._learner.model) if self._shares_prompts else nullcontext()
+        with sharing_attention(self._learner.model) if self._shares_prompts else nullcontext():
+            try:
+                yield
+            finally:
+                self.replay.stop()
+
+    def begin(self) -> None:
+        """Reset the metrics for a new step."""
+        self.router.begin()
+        self.replay.begin()
+
+    def values(self, reduce: Reduce) -> dict[str, float]:
+        """Return the metrics of the step's passes, over all ranks."""
+        return self.router.values(reduce) | self.replay.values(reduce)
 
     def logprobs(self, batch: TrainBatch, which: RowIds, *, last: bool, entropy: bool = False) -> Tensor:
         """Return float32 [T]: the completion tokens of some rows, in the order of ``tokens_of``. Within ``computing``.
@@ -145,8 +172,12 @@ class ModelPasses:
         """
         self._count(batch, which)
         score = self._output.score(partial(self._logits, last=last), entropy=entropy)
+        replay = self.replay if self.replay.wanted and ROUTED_EXPERTS in batch.token_columns else None
         if self._shares_prompts:
-            return shared_logprobs(score, batch, which, self._ranks.device)
+            return shared_logprobs(score, batch, which, self._ranks.device, replay=replay)
+        if replay is not None:
+            packing = self._config.packing
+            replay.start(packed_records(batch, which) if packing else flat(padded_records(batch, which)))
         return completion_logprobs(
             score,
             batch,
@@ -191,6 +222,7 @@ class ModelPasses:
         if not self._shares_prompts:
             return np.zeros(len(rows), np.int64)
         prompts = batch.sequence_lengths[rows] - batch.completion_lengths[rows]
+        prompts -= UNSHARED_TOKENS * self.replay.wanted
         return shared_prefixes(batch.input_ids[rows], prompts, batch.group_ids[rows])
 
     def _count(self, batch: TrainBatch, which: RowIds) -> None:

@@ -99,7 +99,7 @@ class TorchTrainer:
         """Return the limits of the model's input."""
         config = self.model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None) or 0
-        return ModelLimits(vocabulary=config.vocab_size, context=context)
+        return ModelLimits(vocabulary=config.vocab_size, context=context, **self._passes.replay.limits())
 
     def check(self, directory: Path) -> None:
         """Raise ``ConfigError`` for a checkpoint of a backend, or of ranks, that this one cannot read."""
@@ -268,7 +268,7 @@ class TorchTrainer:
         """Update the weights as ``train`` does; ``batch`` is the concatenation of all parts."""
         started_at, scale = time.monotonic(), self._objective.scale()
         values = batch_values(batch, self._ranks.gather) | self._objective.values()
-        values |= self._passes.router.values(self._ranks)
+        values |= self._passes.values(self._ranks)
         lr_factor = self._objective.lr_factor()
         learns = values["trainer/tokens"] > 0  # on any rank; AdamW would move the weights even for a zero gradient
         # during the critic's warm-up neither weights nor moments move: its advantages are not the critic's yet
@@ -362,7 +362,7 @@ class TorchTrainer:
     def _begin(self) -> None:
         self._objective.begin()
         self._flops.begin()
-        self._passes.router.begin()
+        self._passes.begin()
         self._seconds = 0.0
 
     def _add(self, part: TrainBatch, stopping: Stopping, *, last: bool, whole: bool = False) -> None:
@@ -415,7 +415,7 @@ class TorchTrainer:
             if out_of_memory(error):
                 raise self._too_large(batch, first_line(error)) from error
             raise
-        values = batch_values(batch, self._ranks.gather) | result.values | self._passes.router.values(self._ranks)
+        values = batch_values(batch, self._ranks.gather) | result.values | self._passes.values(self._ranks)
         values |= self._flops.values(time.monotonic() - started_at)
         if not result.bad:
             values = self._rate(step, learns=values["trainer/tokens"] > 0) | values

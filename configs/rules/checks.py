@@ -18,6 +18,7 @@ from staleflow.configs.rules.evals import VLLM_TEMPERATURE, check_evals
 from staleflow.configs.rules.lora import check_lora, check_lora_engine
 from staleflow.configs.rules.memory import check_memory
 from staleflow.configs.rules.mirror import check_mirror
+from staleflow.configs.rules.router_replay import check_replay, check_replay_engine
 from staleflow.configs.rules.streaming import check_pieces, check_streaming
 from staleflow.configs.rules.updates import check_updates
 from staleflow.configs.schema import Config, Prompts, Rollout
@@ -40,7 +41,18 @@ def consistent(config: Config) -> None:
         rule(config)
     for rule in (_ranks, check_streaming, check_updates, _stages, _evaluated, _shards, _security, _binds, _metrics):
         rule(config)
-    for rule in (_trainer, _attention, check_engine, _gpus, _lease, check_evals, check_lora, check_memory, _store):
+    for rule in (
+        _trainer,
+        _attention,
+        check_engine,
+        _gpus,
+        _lease,
+        check_evals,
+        check_lora,
+        check_memory,
+        check_replay,
+        _store,
+    ):
         rule(config)
 
 
@@ -49,7 +61,17 @@ def check_engine(config: Config) -> None:
 
     These are the rules about ``own_settings.OWN``. The run's other processes have other values of such settings.
     """
-    for rule in (_model, _specs, _engine, check_lora_engine, _columns, _direct, check_mirror, _lengths):
+    for rule in (
+        _model,
+        _specs,
+        _engine,
+        check_lora_engine,
+        check_replay_engine,
+        _columns,
+        _direct,
+        check_mirror,
+        _lengths,
+    ):
         rule(config)
 
 

@@ -13,6 +13,8 @@ import numpy as np
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import ModelLimits
+from staleflow.protocols.wire.routed_experts import COLUMN as ROUTED_EXPERTS
+from staleflow.protocols.wire.routed_experts import check_experts
 from staleflow.protocols.wire.stages import ENVIRONMENT
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.protocols.wire.typed_columns import TypedColumn, check_columns
@@ -41,7 +43,7 @@ class PayloadLimits:
         self.check_tokens(payload)
 
     def check_tokens(self, payload: GroupPayload) -> None:
-        """Check only what the model requires: ids of its vocabulary, sequences within its context."""
+        """Check only what the model requires: ids of its vocabulary, sequences within its context, its experts."""
         vocabulary, context = self.model.vocabulary, self.model.context
         if not len(payload.prompt_ids):
             raise ProtocolError(Code.MALFORMED, "the prompt is empty; it must have a token at least")
@@ -52,6 +54,8 @@ class PayloadLimits:
         longest = len(payload.prompt_ids) + int(payload.lengths.max())
         if context and longest > context:
             raise ProtocolError(Code.OVERSIZE, f"a sample has {longest} tokens; the model's context is {context}")
+        if (experts := payload.columns.get(ROUTED_EXPERTS.key)) is not None:
+            check_experts(experts, self.model)
 
     def _check_columns(self, payload: GroupPayload) -> None:
         names = [name for name in payload.stages if not (self.environment and name.startswith(ENVIRONMENT))]

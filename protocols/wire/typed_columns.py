@@ -6,7 +6,7 @@ A column of one value a token is the array ``token/NAME`` [T, *shape]: T complet
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Final, Literal, cast
@@ -15,7 +15,7 @@ import numpy as np
 
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import Data, ProtocolError
-from staleflow.protocols.wire.tensors import DTYPES, Array
+from staleflow.protocols.wire.tensors import Array
 
 TOKEN: Final = "token/"
 SAMPLE: Final = "sample/"
@@ -23,7 +23,12 @@ SIZES: Final = ":sizes"
 """Suffix of the array with the size of each byte string."""
 PREFIXES: Final = (TOKEN, SAMPLE)
 
-Dtype = Literal["int8", "uint8", "int32", "int64", "float16", "float32", "bytes"]
+Dtype = Literal["int8", "uint8", "uint16", "int32", "int64", "float16", "float32", "bytes"]
+
+OPEN_DTYPES: Final = ("uint8", "uint16")
+"""Dtypes of a column whose shape is open."""
+OPEN_DIMENSIONS: Final = 2
+"""Dimensions of one value of such a column."""
 
 MAX_COLUMNS: Final = 16
 MAX_TOKEN_BYTES: Final = 64 << 10
@@ -42,8 +47,9 @@ class TypedColumn:
     name: str
     per: Literal["token", "sample"]
     dtype: Dtype
-    shape: tuple[int, ...] = ()
-    """Dimensions of one value; () is a scalar."""
+    shape: tuple[int, ...] | None = ()
+    """Dimensions of one value; () is a scalar. None, for a token's value only: two dimensions and a dtype of
+    ``OPEN_DTYPES``, which the worker chooses for each group."""
     max_bytes: int = MAX_SAMPLE_BYTES
     """Maximum size of one byte string."""
     required: bool = True
@@ -64,15 +70,26 @@ class TypedColumn:
 
     @property
     def array_dtype(self) -> "np.dtype[Any]":
-        return _BYTES if self.is_bytes else DTYPES[self.dtype]
+        return _BYTES if self.is_bytes else np.dtype(self.dtype)
 
     @property
     def value_bytes(self) -> int:
         """Size of one value, or the maximum size of a byte string."""
-        return self.max_bytes if self.is_bytes else self.array_dtype.itemsize * prod(self.shape)
+        return self.max_bytes if self.is_bytes else self.array_dtype.itemsize * prod(self.shape or ())
 
     def __str__(self) -> str:
+        if self.shape is None:
+            return f"{' or '.join(OPEN_DTYPES)}[*, *]"
         return "bytes" if self.is_bytes else f"{self.dtype}{list(self.shape) if self.shape else ''}"
+
+    def fitted(self, given: Any) -> "TypedColumn":
+        """Return the column with dtype and dimensions of an array [tokens, *shape], if they are open and allowed."""
+        if self.shape is not None or not isinstance(given, np.ndarray):
+            return self
+        array = cast(Array, given)
+        if array.ndim != 1 + OPEN_DIMENSIONS or array.dtype.name not in OPEN_DTYPES:
+            return self
+        return replace(self, dtype=cast(Dtype, array.dtype.name), shape=array.shape[1:])
 
     def encode(self, values: Sequence[Any]) -> dict[str, Array]:
         """Return the arrays of the column, from the checked values of the samples in order."""
@@ -96,7 +113,8 @@ class TypedColumn:
         """Return the value of a sample that has none yet, or that comes without the column."""
         if self.is_bytes:
             return b""
-        return np.zeros((tokens, *self.shape) if self.per == "token" else self.shape, self.array_dtype)
+        shape = (0, 0) if self.shape is None else self.shape
+        return np.zeros((tokens, *shape) if self.per == "token" else shape, self.array_dtype)
 
     def value(self, given: Any, tokens: int) -> Any:
         """Return one sample's value as an array, or as bytes. Raises ``ValueError`` with the expected and given type.
@@ -110,8 +128,11 @@ class TypedColumn:
             if len(data) > self.max_bytes:
                 raise ValueError(f"it must have at most {self.max_bytes} bytes (max_bytes), got {len(data)}")
             return data
-        shape = (tokens, *self.shape) if self.per == "token" else self.shape
         unit = ", one value a token" if self.per == "token" else ""
+        if self.shape is None:
+            got = f"{given.dtype}{list(given.shape)}" if hasattr(given, "dtype") else type(given).__name__
+            raise ValueError(f"it must be an array {self}{unit}, got {got}")
+        shape = (tokens, *self.shape) if self.per == "token" else self.shape
         expected = f"it must be {self.dtype}{list(shape)}{unit}"
         try:
             array = np.asarray(given)
@@ -140,6 +161,13 @@ class TypedColumn:
                 raise _malformed(f"column {self.name} must be {expected}, got {array.dtype}{list(array.shape)}")
             return
         unit, count = ("a completion token", tokens) if self.per == "token" else ("a sample", samples)
+        if self.shape is None:
+            fitted = self.fitted(array)
+            if fitted.shape is None or fitted.value_bytes > MAX_TOKEN_BYTES:
+                allowed = f"it must be {self}, one value {unit} of at most {MAX_TOKEN_BYTES} bytes"
+                raise _malformed(f"column {self.name} is {array.dtype}{list(array.shape)}; {allowed}")
+            fitted.check(arrays, samples, tokens)
+            return
         shape = (count, *self.shape)
         if array.dtype != self.array_dtype or array.shape != shape:
             expected = f"{self.dtype}{list(shape)}, one value {unit}"
@@ -172,6 +200,7 @@ def encode_columns(
         if not column.required and not any(column.name in columns for columns in given):
             continue
         values: list[Any] = []
+        column = column.fitted(next((columns[column.name] for columns in given if column.name in columns), None))
         for sample, (columns, tokens) in enumerate(zip(given, lengths, strict=True)):
             if column.name in columns:
                 try:

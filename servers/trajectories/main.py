@@ -146,7 +146,9 @@ def payload_limits(config: Config) -> PayloadLimits:
     if environment.run:  # each call of an episode may sample that many tokens
         sampled *= environment.max_turns
     return PayloadLimits(
-        sampled_tokens=sampled, environment=bool(environment.run), columns=typed_columns(config.column)
+        sampled_tokens=sampled,
+        environment=bool(environment.run),
+        columns=typed_columns(config.column, router_replay=config.trainer.router_replay),
     )
 
 

@@ -50,6 +50,9 @@ METRICS: Final[dict[str, Metric]] = {
     "router/aux_loss": Metric(
         "", "loss that balances a mixture of experts, before its coefficient; 1 if all get equal shares"
     ),
+    "router/replay_changed": Metric(
+        "share", "replayed choices of a router, one for each token and layer, that differ from its own (router_replay)"
+    ),
     "kl/reference": Metric("nats", "divergence from the reference model, a token"),
     "kl/teacher": Metric("nats", "estimated divergence from the teacher (trainer.algorithm.teacher), a trained token"),
     "entropy": Metric(

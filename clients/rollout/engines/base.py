@@ -236,10 +236,16 @@ class VersionMarks:
         if not self.marks or self.marks[-1][:2] != (lineage, version):
             self.marks.append((lineage, version, written))
 
-    def cut(self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> tuple[TokenSegment, ...]:
+    def cut(
+        self,
+        token_ids: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        columns: Mapping[str, NDArray[Any]] | None = None,
+    ) -> tuple[TokenSegment, ...]:
         """Return the segments of a trajectory as copies. Tokens before the first mark belong to no segment.
 
-        The trajectory may have been cut: marks behind its end are ignored.
+        The trajectory may have been cut: marks behind its end are ignored. ``columns``: its typed columns, with one
+        value a token.
         """
         ends = [start for _, _, start in self.marks[1:]] + [len(token_ids)] * bool(self.marks)
         return tuple(
@@ -248,6 +254,7 @@ class VersionMarks:
                 version=version,
                 token_ids=token_ids[start:end].copy(),
                 logprobs=logprobs[start:end].copy(),
+                columns={name: column[start:end].copy() for name, column in (columns or {}).items()},
             )
             for (lineage, version, start), end in zip(self.marks, ends, strict=True)
             if min(end, len(token_ids)) > start

@@ -4,14 +4,17 @@ Rows from the end fill the rows that are freed; ``RowMoves`` reports these moves
 cache) can repeat them. NumPy only; both embedded engines build on this module.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.rollout.engines.base import Request, Trajectory, VersionMarks, prefix_tokens
+from staleflow.clients.rollout.engines.base import Request, TokenSegment, Trajectory, VersionMarks, prefix_tokens
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish
+from staleflow.protocols.wire.typed_columns import TypedColumn
 
 # The odd 64-bit constant of splitmix64, 2^64 divided by the golden ratio.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -26,9 +29,9 @@ class RowMoves:
 
 
 class RunningBatch:
-    """Up to ``slots`` trajectories that are being generated."""
+    """Up to ``slots`` trajectories that are being generated. ``columns``: those that the engine makes a token."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, columns: Sequence[TypedColumn] = ()) -> None:
         self.slots = slots
         self.size = 0
         self.position = np.zeros(slots, np.int64)
@@ -51,6 +54,9 @@ class RunningBatch:
         self.seed = np.zeros(slots, np.uint64)
         self.token_ids = np.zeros((slots, 64), np.int32)
         self.logprobs = np.zeros((slots, 64), np.float32)
+        self.columns = {
+            column.name: np.zeros((slots, 64, *(column.shape or ())), column.array_dtype) for column in columns
+        }
         self.requests: list[Request] = []
         self.marks: list[VersionMarks] = []
         self._row_of: dict[int, int] = {}
@@ -68,6 +74,9 @@ class RunningBatch:
         written = len(token_ids)
         self.token_ids[row, :written] = token_ids
         self.logprobs[row, :written] = logprobs
+        for name, column in self.columns.items():
+            if written:
+                column[row, :written] = np.concatenate([segment.columns[name] for segment in request.prefix])
         self.position[row] = len(request.prompt_ids) + written - 1
         self.count[row] = written
         self.limit[row] = limit
@@ -95,12 +104,21 @@ class RunningBatch:
         for marks, written in zip(self.marks, self.count.tolist(), strict=False):
             marks.turn(lineage, version, written)
 
-    def write(self, first: int, end: int, token_ids: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
-        """Append one token to each of the rows ``first .. end - 1``."""
+    def write(
+        self,
+        first: int,
+        end: int,
+        token_ids: NDArray[np.int64],
+        logprobs: NDArray[np.float32],
+        columns: Mapping[str, NDArray[Any]] | None = None,
+    ) -> None:
+        """Append one token, with its value of each column, to each of the rows ``first .. end - 1``."""
         rows = slice(first, end)
         at = np.arange(first, end), self.count[rows]
         self.token_ids[at] = token_ids
         self.logprobs[at] = logprobs
+        for name, values in (columns or {}).items():
+            self.columns[name][at] = values
         self.last[rows] = token_ids
         self.count[rows] += 1
         self.position[rows] += 1
@@ -123,8 +141,13 @@ class RunningBatch:
             finish = Finish.LENGTH
         else:
             finish = Finish.INTERRUPTED
-        segments = self.marks[row].cut(self.token_ids[row, :count], self.logprobs[row, :count])
-        return Trajectory(id=self.requests[row].id, segments=segments, finish=finish)
+        return Trajectory(id=self.requests[row].id, segments=self.segments(row), finish=finish)
+
+    def segments(self, row: int) -> tuple[TokenSegment, ...]:
+        """Return the tokens in a row."""
+        written = slice(int(self.count[row]))
+        columns = {name: column[row, written] for name, column in self.columns.items()}
+        return self.marks[row].cut(self.token_ids[row, written], self.logprobs[row, written], columns)
 
     def leave(self, rows: NDArray[np.int64]) -> RowMoves:
         """Free these rows (ascending) and close the holes."""
@@ -143,7 +166,7 @@ class RunningBatch:
         for column in (
             self.position, self.last, self.count, self.limit, self.interrupted, self.stopped, self.temperature,
             self.top_p, self.top_k, self.min_p, self.repetition_penalty, self.frequency_penalty, self.presence_penalty,
-            self.seed, self.token_ids, self.logprobs,
+            self.seed, self.token_ids, self.logprobs, *self.columns.values(),
         ):  # fmt: skip
             column[targets] = column[sources]
         del self.requests[size:], self.marks[size:]
@@ -162,6 +185,8 @@ class RunningBatch:
             pad = ((0, 0), (0, max(width, 2 * have) - have))
             self.token_ids = np.pad(self.token_ids, pad)
             self.logprobs = np.pad(self.logprobs, pad)
+            for name, column in self.columns.items():
+                self.columns[name] = np.pad(column, (*pad, *((0, 0),) * (column.ndim - 2)))
 
 
 def uniforms(seed: NDArray[np.uint64], count: NDArray[np.int64]) -> NDArray[np.float32]:

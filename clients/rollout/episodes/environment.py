@@ -88,7 +88,8 @@ class Environments:
         tasks = [asyncio.ensure_future(play(sample)) for sample in range(recipe.started)]
         done = sorted(await first_ended(tasks, recipe.group_size), key=lambda ended: ended[0])
         transcripts = [playing[sample].transcript for sample, _ in done]
-        return group_payload(transcripts, self._columns(transcripts, [columns for _, columns in done]))
+        returned = self._columns(transcripts, [columns for _, columns in done])
+        return group_payload(transcripts, returned, recipe.columns)
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> GroupPayload:
         """Run one episode without a lease, as a group of one sample. ``EpisodeFailed`` if it has no result."""

@@ -81,8 +81,8 @@ def shared_lengths(batch: TrainBatch) -> Ints:
 
 def shared_prefixes(input_ids: Ints, prompts: Ints, groups: Ints) -> Ints:
     """Return ``shared_lengths`` for rows with prompts of these lengths."""
-    if len(groups) == 0:
-        return np.zeros(0, np.int64)
+    if prompts.max(initial=0) <= 0:
+        return np.zeros(len(groups), np.int64)
     order = np.argsort(groups, kind="stable")
     _, first, group, count = np.unique(groups[order], return_index=True, return_inverse=True, return_counts=True)
     width = np.minimum.reduceat(prompts[order], first)
@@ -98,9 +98,14 @@ def shared_prefixes(input_ids: Ints, prompts: Ints, groups: Ints) -> Ints:
     return shared
 
 
-def lay_out(input_ids: Ints, lengths: Ints, prompts: Ints, groups: Ints, *, block_area: int = BLOCK_AREA) -> Sequence:
-    """Return the sequence of a pass over rows of these lengths, prompt lengths and groups."""
-    shared = shared_prefixes(input_ids, prompts, groups)
+def lay_out(
+    input_ids: Ints, lengths: Ints, prompts: Ints, groups: Ints, *, block_area: int = BLOCK_AREA, unshared: int = 0
+) -> Sequence:
+    """Return the sequence of a pass over rows of these lengths, prompt lengths and groups.
+
+    ``unshared``: number of tokens at the end of each prompt that are not shared.
+    """
+    shared = shared_prefixes(input_ids, prompts - unshared, groups)
     own = lengths - shared
     _, first, group = np.unique(groups, return_index=True, return_inverse=True)
     alone, opens = shared == 0, np.zeros(len(groups), np.bool_)

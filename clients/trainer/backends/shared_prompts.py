@@ -14,6 +14,12 @@ from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.trainer.backends.output_layer import Forward, Score, from_logits
 from staleflow.clients.trainer.backends.prompt_attention import blocks_of, sharing_attention
 from staleflow.clients.trainer.backends.prompt_layout import BLOCK_AREA, Sequence, lay_out
+from staleflow.clients.trainer.backends.router_replay import (
+    UNSHARED_TOKENS,
+    RouterReplay,
+    packed_records,
+    placed_records,
+)
 from staleflow.clients.trainer.data.batch import TrainBatch
 
 _TOLERANCE = 1e-3
@@ -22,11 +28,24 @@ _COARSE_TOLERANCE = 0.1
 """The same in bfloat16, whose rounding alone gives some hundredths."""
 
 
-def shared_logprobs(score: Score, batch: TrainBatch, which: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Return what ``completion_logprobs`` returns; within ``sharing_attention``."""
+def shared_logprobs(
+    score: Score,
+    batch: TrainBatch,
+    which: NDArray[np.int64],
+    device: torch.device,
+    *,
+    replay: RouterReplay | None = None,
+) -> Tensor:
+    """Return what ``completion_logprobs`` returns; within ``sharing_attention``.
+
+    ``replay``: each row then computes the last token of its prompt, where its first record applies.
+    """
     lengths = batch.sequence_lengths[which]
     prompts = lengths - batch.completion_lengths[which]
-    sequence = lay_out(batch.input_ids[which], lengths, prompts, batch.group_ids[which])
+    unshared = 0 if replay is None else UNSHARED_TOKENS
+    sequence = lay_out(batch.input_ids[which], lengths, prompts, batch.group_ids[which], unshared=unshared)
+    if replay is not None:
+        replay.start(placed_records(packed_records(batch, which), sequence.places, len(sequence.input_ids)))
     return _logprobs(score, sequence, device)[0]
 
 

@@ -16,6 +16,12 @@ class ModelLimits(Message, frozen=True, kw_only=True):
     """Exclusive upper bound of token ids."""
     context: Count = 0
     """Maximum number of tokens of prompt and completion together."""
+    moe_layers: Count = 0
+    """Number of MoE layers, if the trainer replays the choices of their routers (``trainer.router_replay``)."""
+    experts_per_token: Count = 0
+    """Number of experts that each of them selects for a token."""
+    experts: Count = 0
+    """Number of experts of each of them."""
 
 
 class GetModelLimits(Message, frozen=True, kw_only=True):

@@ -73,3 +73,9 @@ def test_a_group_with_wrong_columns_of_an_engine_is_refused_by_name(changes: dic
     payload(PROMPT, [good], DECLARED)
     with pytest.raises(ColumnError, match=says):
         payload(PROMPT, [replace(good, **changes)], DECLARED)
+
+
+def test_columns_can_be_left_out() -> None:
+    """Evaluations have none, whatever the engine makes."""
+    sample = Trajectory(id=0, segments=(segment(1, 10),), finish=Finish.STOP, columns={"image": b""})
+    assert payload(PROMPT, [sample], None).columns == {}

@@ -24,6 +24,7 @@ from staleflow.clients.trainer.gradients import Passes
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Step, Version
+from staleflow.protocols.wire.routed_experts import NAME
 from tests.clients.trainer.making import header, piece_shares, share
 
 PATIENCE_S = 180.0
@@ -97,6 +98,12 @@ def lack_memory(trainer: TorchTrainer, call: int) -> None:
     trainer.learner.backward = fails  # type: ignore[method-assign]
 
 
+def record_experts(data: TrainBatch, experts: int) -> None:
+    """Add records for router replay that depend on the tokens alone: two layers, two experts per token."""
+    first = data.input_ids[..., None, None] + np.arange(2)[:, None]
+    data.token_columns[NAME] = ((first + np.arange(2)) % experts).astype(np.uint8)
+
+
 def main() -> None:
     """Run the task; rank 0 writes the results."""
     faulthandler.dump_traceback_later(PATIENCE_S)  # print the stack of a rank that hangs
@@ -118,6 +125,8 @@ def main() -> None:
         lack_memory(trainer, task["no_room"][1])
     for step in task["steps"]:
         data = share(step, where.rank, where.world, groups=task.get("groups", 3), longest=task.get("longest", 1))
+        if "experts" in task:
+            record_experts(data, task["experts"])
         if step in task.get("bad", []) and where.rank == where.world - 1:
             data.behavior_logprobs[data.completions] = np.nan
         if step in task.get("surprising", []) and 2 in data.group_ids:

@@ -8,13 +8,15 @@ With ``recompute``, the new weights rebuild the cache first. ``sampling`` has th
 from, in float32.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from staleflow.clients.models.routers import Routers
 from staleflow.clients.rollout.engines.base import (
     EngineStats,
     Request,
@@ -47,6 +49,7 @@ class TransformersEngine:
 
     ``stop_ids``: tokens that end a trajectory. ``decode``: converts completions to text, for requests with stop
     strings. ``context``: maximum number of tokens of prompt and completion together, by default the model's own limit.
+    ``routers``: those of the model, whose choices become the column ``routed_experts``.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class TransformersEngine:
         recompute: bool = False,
         lineage: int = 0,
         version: int = -1,
+        routers: Routers | None = None,
     ) -> None:
         config = model.config.get_text_config()
         self.model = model
@@ -70,7 +74,8 @@ class TransformersEngine:
         self._recompute = recompute
         self._stop_ids = np.array(sorted(set(stop_ids)), np.int64)
         self._decode_text = decode
-        self._rows = RunningBatch(slots)
+        self._routers = routers
+        self._rows = RunningBatch(slots, [] if routers is None else [routers.column])
         self._waiting = RequestQueue()
         self._masks = DecodeMasks(model)
         self._cache = SlotCache(config.num_hidden_layers, slots)
@@ -143,9 +148,8 @@ class TransformersEngine:
         """Return running requests to the head of the queue with their tokens as prefix; joining reads them again."""
         rows = self._rows
         for row in reversed(range(rows.size)):
-            request, count = rows.requests[row], int(rows.count[row])
-            written = rows.marks[row].cut(rows.token_ids[row, :count], rows.logprobs[row, :count])
-            self._waiting.put_back(replace(request, prefix=written), cut=bool(rows.interrupted[row]))
+            request = replace(rows.requests[row], prefix=rows.segments(row))
+            self._waiting.put_back(request, cut=bool(rows.interrupted[row]))
         self._free(np.arange(rows.size))
 
     def _should_join(self) -> bool:
@@ -175,26 +179,30 @@ class TransformersEngine:
             sources.append(prompts[key])
             if cut:
                 self._rows.interrupt(request.id)
-        logits = self._prefill(first, sequences, np.array(sources), width)
-        self._draw(first, logits)
+        self._draw(first, *self._prefill(first, sequences, np.array(sources), width))
 
-    def _prefill(self, first: int, sequences: list[np.ndarray], sources: np.ndarray, width: int) -> torch.Tensor:
-        """Return the logits after the last token of each joining row's prompt, ``[rows, vocabulary]``."""
+    def _prefill(
+        self, first: int, sequences: list[np.ndarray], sources: np.ndarray, width: int
+    ) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
+        """Return the logits after the last token of each joining row's prompt, ``[rows, vocabulary]``, and columns."""
         padded = np.zeros((len(sequences), width), np.int64)  # causal attention needs no mask for padding on the right
         for row, sequence in enumerate(sequences):
             padded[row, : len(sequence)] = sequence
-        ends, which = np.unique([len(sequence) - 1 for sequence in sequences], return_inverse=True)
+        lasts = np.array([len(sequence) - 1 for sequence in sequences])
+        ends, which = np.unique(lasts, return_inverse=True)
         device = self.model.device
         self._cache.reading(first, torch.from_numpy(sources).to(device), width)
-        output = self.model(
-            input_ids=torch.from_numpy(padded).to(device),
-            position_ids=torch.arange(width, device=device)[None],
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=torch.from_numpy(ends).to(device),
-        )
+        with self._recording() as chosen:
+            output = self.model(
+                input_ids=torch.from_numpy(padded).to(device),
+                position_ids=torch.arange(width, device=device)[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=torch.from_numpy(ends).to(device),
+            )
         logits: torch.Tensor = output.logits
-        return logits[torch.from_numpy(sources), torch.from_numpy(which[sources])]
+        columns = self._columns(chosen, sources * width + lasts[sources])
+        return logits[torch.from_numpy(sources), torch.from_numpy(which[sources])], columns
 
     def _decode(self) -> None:
         """Generate one token for every row."""
@@ -204,16 +212,34 @@ class TransformersEngine:
         width = int(rows.position[:size].max()) + 1
         positions = torch.from_numpy(rows.position[:size].copy()).to(device)
         self._cache.writing(torch.arange(size, device=device), positions, width)
-        output = self.model(
-            input_ids=torch.from_numpy(rows.last[:size]).to(device)[:, None],
-            attention_mask=self._masks.decode(positions, width),
-            position_ids=positions[:, None],
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        self._draw(0, output.logits[:, -1])
+        with self._recording() as chosen:
+            output = self.model(
+                input_ids=torch.from_numpy(rows.last[:size]).to(device)[:, None],
+                attention_mask=self._masks.decode(positions, width),
+                position_ids=positions[:, None],
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+        self._draw(0, output.logits[:, -1], self._columns(chosen, np.arange(size)))
 
-    def _draw(self, first: int, logits: torch.Tensor) -> None:
+    @contextmanager
+    def _recording(self) -> Generator[list[torch.Tensor]]:
+        """Yield a list that receives the choices of the model's routers, if they are recorded."""
+        if self._routers is None:
+            yield []
+        else:
+            with self._routers.recording() as chosen:
+                yield chosen
+
+    def _columns(self, chosen: list[torch.Tensor], places: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the column of the tokens that a pass samples at these places of its input."""
+        if self._routers is None:
+            return {}
+        column, at = self._routers.column, torch.from_numpy(places).to(self.model.device)
+        experts = torch.stack([layer.index_select(0, at) for layer in chosen], 1)
+        return {column.name: experts.cpu().numpy().astype(column.array_dtype)}
+
+    def _draw(self, first: int, logits: torch.Tensor, columns: Mapping[str, np.ndarray]) -> None:
         rows = self._rows
         here = slice(first, rows.size)
         sampling = RowSampling(
@@ -228,7 +254,7 @@ class TransformersEngine:
             completion=lambda row: rows.token_ids[first + row, : rows.count[first + row]],
         )
         token_ids, logprobs = draw(logits, sampling, uniforms(rows.seed[here], rows.count[here]))
-        rows.write(first, rows.size, token_ids, logprobs)
+        rows.write(first, rows.size, token_ids, logprobs, columns)
         self._generated += rows.size - first
         self._find_stop_strings(first)
 

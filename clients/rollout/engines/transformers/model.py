@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from staleflow.clients.models.lora import adapt
+from staleflow.clients.models.routers import Routers
 from staleflow.clients.prompts import Encode
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
 from staleflow.clients.texts import tokenizer_decoder
@@ -42,11 +43,16 @@ def open_transformers(config: Config, directory: Path) -> tuple[TransformersEngi
     if config.model.lora.rank:
         adapt(model, config.model.lora, directory, seed=config.seed)
         model.requires_grad_(False)
+    routers = None
+    if config.trainer.router_replay:
+        routers = Routers(model)
+        routers.check(model, model, model.device)
     engine = TransformersEngine(
         model,
         stop_ids(model, tokenizer),
         decode=tokenizer_decoder(directory),
         slots=config.rollout.max_inflight,
         recompute=config.rollout.on_update == "recompute",
+        routers=routers,
     )
     return engine, encode

@@ -12,12 +12,14 @@ old and as new as its generated tokens. Output of the environment after the last
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.rollout.engines.base import TokenSegment
+from staleflow.clients.rollout.engines.base import ColumnError, TokenSegment
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
+from staleflow.protocols.wire.typed_columns import TypedColumn, encode_columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,28 +74,53 @@ def cut(segments: Sequence[TokenSegment], tokens: int) -> tuple[TokenSegment, ..
                 version=segment.version,
                 token_ids=segment.token_ids[:tokens],
                 logprobs=segment.logprobs[:tokens],
+                columns={name: column[:tokens] for name, column in segment.columns.items()},
             )
         )
         tokens -= len(segment.token_ids)
     return tuple(kept)
 
 
-def group_payload(transcripts: Sequence[Transcript], stages: dict[str, NDArray[np.float32]]) -> GroupPayload:
-    """Convert the episodes of one group, each with at least one turn, into columns."""
+def group_payload(
+    transcripts: Sequence[Transcript], stages: dict[str, NDArray[np.float32]], columns: Sequence[TypedColumn] = ()
+) -> GroupPayload:
+    """Convert the episodes of one group, each with at least one turn, into columns.
+
+    ``columns``: typed columns of the run. Given tokens have zeros there. Raise ``ColumnError`` for one that is wrong.
+    """
     shared = common_prefix([transcript.turns[0].given for transcript in transcripts])
-    columns = _Columns()
+    arrays = _Columns()
     for sample, transcript in enumerate(transcripts):
-        columns.add(sample, transcript, len(shared))
+        arrays.add(sample, transcript, len(shared))
+    try:
+        typed = encode_columns(columns, [_typed(each, len(shared), columns) for each in transcripts], arrays.lengths)
+    except ValueError as error:
+        raise ColumnError(str(error)) from error
     return GroupPayload(
         prompt_ids=shared,
-        lengths=np.array(columns.lengths, np.int32),
-        token_ids=np.concatenate(columns.token_ids).astype(np.int32),
-        logprobs=np.concatenate(columns.logprobs).astype(np.float32),
-        loss_mask=np.concatenate(columns.loss_mask),
-        segments=np.array(columns.segments, np.int64).reshape(-1, 4),
+        lengths=np.array(arrays.lengths, np.int32),
+        token_ids=np.concatenate(arrays.token_ids).astype(np.int32),
+        logprobs=np.concatenate(arrays.logprobs).astype(np.float32),
+        loss_mask=np.concatenate(arrays.loss_mask),
+        segments=np.array(arrays.segments, np.int64).reshape(-1, 4),
         finish=np.array([transcript.finish for transcript in transcripts], np.uint8),
         stages=stages,
+        columns=typed,
     )
+
+
+def _typed(transcript: Transcript, shared: int, columns: Sequence[TypedColumn]) -> dict[str, NDArray[Any]]:
+    """Return the columns of a completion that the engine made for every sampled token."""
+    segments = [segment for turn in transcript.turns for segment in turn.segments]
+    values: dict[str, NDArray[Any]] = {}
+    for name in (column.name for column in columns if all(column.name in segment.columns for segment in segments)):
+        parts: list[NDArray[Any]] = []
+        for number, turn in enumerate(transcript.turns):
+            sampled = [segment.columns[name] for segment in turn.segments]
+            given = len(turn.given) - (0 if number else shared)
+            parts += [np.zeros((given, *sampled[0].shape[1:]), sampled[0].dtype), *sampled]
+        values[name] = np.concatenate(parts)
+    return values
 
 
 def common_prefix(sequences: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:

@@ -131,6 +131,35 @@ async def test_samples_that_begin_differently_share_what_they_can_of_the_prompt(
     assert payload.segments.tolist() == [[0, 0, 1, 2], [1, 0, 1, 3]]
 
 
+async def test_columns_of_an_engine_stay_with_its_tokens_and_the_environments_have_zeros() -> None:
+    from staleflow.clients.rollout.engines.base import ColumnError, TokenSegment
+    from staleflow.clients.rollout.episodes.chat.transcript import Transcript, Turn, cut, group_payload
+    from staleflow.protocols.wire.routed_experts import COLUMN, NAME
+
+    def turn(given: list[int], *tokens: int, columns: bool = True) -> Turn:
+        experts = np.array(tokens, np.uint8)[:, None, None].repeat(2, 1)
+        segment = TokenSegment(
+            lineage=Lineage(0),
+            version=Version(1),
+            token_ids=np.array(tokens, np.int32),
+            logprobs=np.full(len(tokens), -1, np.float32),
+            columns={NAME: experts} if columns else {},
+        )
+        kept = cut((segment,), 2)  # as at a stop string
+        return Turn(given=np.array(given, np.int32), segments=kept, finish=Finish.STOP)
+
+    first = Transcript([turn([1, 2, 3], 11, 12, 13), turn([4, 5], 14)])
+    second = Transcript([turn([1, 2, 6, 7], 15)])
+    payload = group_payload([first, second], {}, [COLUMN])
+    assert payload.token_ids.tolist() == [3, 11, 12, 4, 5, 14, 6, 7, 15]
+    experts = payload.columns[COLUMN.key]
+    assert experts.shape == (9, 2, 1)
+    assert experts[:, 0, 0].tolist() == [0, 11, 12, 0, 0, 14, 0, 0, 15]
+    with pytest.raises(ColumnError, match="sample 1 lacks the column routed_experts"):
+        group_payload([first, Transcript([turn([1, 2], 15, columns=False)])], {}, [COLUMN])
+    assert group_payload([first, second], {}).columns == {}
+
+
 async def test_plain_completions_go_on_with_the_text_and_other_numbers_come_along() -> None:
     async with playing("Raw", tokens=100) as scene:
         payload = await scene.play()
