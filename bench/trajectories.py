@@ -142,8 +142,8 @@ DELAYS = (
     ("p50 of frames, tcp / Redis tcp", "staleflow, frames, tcp", "Redis list, tcp", 1.5),
 )
 COSTS = (
-    ("CPU s per 1,000, mapped", "staleflow, mapped", 0.06),
-    ("CPU s per 1,000, frames, ipc", "staleflow, frames, ipc", 0.12),
+    ("CPU s per 1,000, mapped", "staleflow, mapped", 0.09),
+    ("CPU s per 1,000, frames, ipc", "staleflow, frames, ipc", 0.14),
 )
 
 

@@ -468,6 +468,8 @@ class TrainerClient:
 
     def _wait_for(self, publication: Publication, event: asyncio.Event) -> None:
         """Wait for an event of a publication. ``Unavailable`` a while after a stop request, which cancels it."""
+        if event.is_set():  # waiting for it would still cost two changes of threads
+            return
         try:
             self._wait(event.wait(), grace_s=COMMIT_TIMEOUT_S, late=self._not_in_time)
         except Unavailable as error:

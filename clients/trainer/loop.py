@@ -213,6 +213,8 @@ class TrainingLoop:
         self._publish()
         times = _Times(wait_for_batch=computed.waited_s, train=train_s, publish=self._blocked_s)
         self._blocked_s = 0.0
+        if not self._overlaps:
+            values["time/publish_total"] = times.publish
         self._state = state
         if self._samples is not None:
             self._samples.write(batch)

@@ -20,8 +20,8 @@ class HostCopy:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._copied = torch.cuda.Event()
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copies: dict[str, Tensor] = {}
 
     def start(self, tensors: Mapping[str, Any]) -> "CopiedWeights":

@@ -134,7 +134,7 @@ def test_a_version_whose_server_is_killed_is_published_with_its_own_bytes(servic
         service.start("parameters", "serve", "parameters")
         trainer.before_update()
         model.step()
-        assert trainer.finish_commit() == ahead.step
+        assert trainer.finish_commit() == int(ahead.step)
     assert sha(service, ahead.step) == expected_sha(ahead.step)
 
 
@@ -165,7 +165,7 @@ def test_the_error_of_a_batch_that_is_revoked_meanwhile_ends_the_wait_for_the_ne
         threading.Timer(0.3, release, (service,)).start()
         with pytest.raises(BadVersion, match=f"batch {first.batch} was revoked while it was trained"):
             train_next(trainer, batches)
-        assert trainer.version == first.step
+        assert trainer.version == int(first.step)
         reply = trainer.join(first.lineage, Version(first.step))
         sealed = next(trainer.batches(reply.version + 1))
         assert (sealed.step, bad in sealed.group_ids) == (first.step, False)
@@ -191,8 +191,8 @@ def test_a_checkpoint_and_the_end_of_the_run_wait_for_the_version(service: Servi
     with joined(service) as trainer:
         _, ahead, _ = begun(trainer, service)
         threading.Timer(0.3, release, (service,)).start()
-        assert trainer.checkpointed(ahead.lineage, Version(ahead.step)) == ahead.step
-        assert trainer.version == ahead.step
+        assert trainer.checkpointed(ahead.lineage, Version(ahead.step)) == int(ahead.step)
+        assert trainer.version == int(ahead.step)
     kept = [event["version"] for event in service.trace("checkpoint")]
     assert kept[-1] == ahead.step
 
@@ -202,7 +202,7 @@ def test_a_stop_request_leaves_the_version_time_to_be_published(service: Service
         _, ahead, _ = begun(trainer, service)
         threading.Timer(0.2, release, (service,)).start()
         trainer.interrupt()
-        assert trainer.finish_commit() == ahead.step
+        assert trainer.finish_commit() == int(ahead.step)
     assert sha(service, ahead.step) == expected_sha(ahead.step)
 
 

@@ -93,6 +93,10 @@ DIRECT = ("parameters.transport=direct", "rollout.engine=transformers", "trainer
             r'parameters\.transport is "direct"; with trainer\.backend "simulated" it must be "server"',
         ),
         (
+            ["parameters.store=memory", "parameters.durability=power"],
+            r'parameters\.store is "memory"; with parameters\.durability "power", .* it must be "disk" or "auto"',
+        ),
+        (
             ["parameters.transport=direct", "security.keys=keys"],
             r'parameters\.transport is "direct"; with security\.keys it must be "server": .* not encrypted',
         ),

@@ -196,3 +196,26 @@ def test_offloaded_state_is_in_main_memory(trainer: dict[str, Any], on_gpu: tupl
 def test_a_reference_of_another_dtype_is_counted_in_it() -> None:
     chosen = config({"algorithm": {"kl_coef": 0.1}}, reference={"dtype": "float32"})
     assert use(planned(chosen, gpus=1), "reference-0").weights == 4000
+
+
+@pytest.mark.parametrize(
+    ("parameters", "size", "stored"),
+    [
+        ({}, 2 * 5 * MODEL.trained_weights, 5),
+        ({}, 2 * 5 * MODEL.trained_weights - 1, 0),
+        ({"keep_versions": 3}, GIB, 6),
+        ({"store": "memory"}, 1, 5),
+        ({"store": "disk"}, GIB, 0),
+        ({"durability": "power"}, GIB, 0),
+    ],
+)
+def test_versions_in_memory_are_counted(parameters: dict[str, Any], size: int, stored: int) -> None:
+    found = planned(config(parameters=parameters), size=size)
+    in_memory = [use.weights for device in found.devices for use in device.uses if use.process == "parameters"]
+    assert in_memory == [stored * MODEL.trained_weights] * bool(stored)
+
+
+def test_versions_that_do_not_fit_are_to_go_to_the_disk() -> None:
+    large = msgspec.structs.replace(MODEL, trained_weights=GIB)
+    found = planned(config(parameters={"store": "memory"}), measured=large)
+    assert any('does not fit; set parameters.store to "disk"' in line for line in lines(config(), found))
