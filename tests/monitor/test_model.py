@@ -14,7 +14,7 @@ from staleflow.launch.ray_machines import fleet
 from staleflow.monitor.history import History
 from staleflow.monitor.model import board
 from staleflow.monitor.plain import line
-from staleflow.monitor.roles import RoleRow, role_of
+from staleflow.monitor.roles import RoleRow, role_of, roles
 from staleflow.monitor.rows import AgeRow, EventRow, PinRow, VersionRow, WindowRow
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import ParametersStatus, StageFailing
