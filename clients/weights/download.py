@@ -70,12 +70,12 @@ def save_weights(
 
     about = About(run=index.run, lineage=pulled.lineage, version=pulled.version, sha=pulled.sha)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{WEIGHTS}.part"
-    write(pulled.tensors().values(), partial)
-    partial.replace(folder / WEIGHTS)
-    partial = folder / f"{ABOUT}.part"
-    partial.write_bytes(msgspec.json.encode(about))
-    partial.replace(folder / ABOUT)
+    weights, described = folder / f"{WEIGHTS}.part", folder / f"{ABOUT}.part"
+    described.write_bytes(msgspec.json.encode(about))
+    write(pulled.tensors().values(), weights)
+    weights.chmod(described.stat().st_mode)  # safetensors creates files for their owner only
+    weights.replace(folder / WEIGHTS)
+    described.replace(folder / ABOUT)
     return about
 
 

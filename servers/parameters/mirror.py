@@ -10,9 +10,10 @@
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -51,6 +52,8 @@ class Mirror:
         """Versions whose bytes could not be read here."""
         self._uploading: VersionKey | None = None
         self._closing = asyncio.Event()
+        self._rolled_back = asyncio.Event()
+        """Set when the lineage rises, until the index shows it."""
         self._index: Index | None = None
         """The index in the store; None if unknown."""
         self._changed = asyncio.Event()
@@ -72,6 +75,8 @@ class Mirror:
             self._notify()
         same = before is not None and before.keys() == wanted.keys() and lineage == self._lineage
         if before is None or not (same and all(before[key] is stored for key, stored in wanted.items())):
+            if lineage != self._lineage:
+                self._rolled_back.set()
             self._lineage, self._wanted = lineage, dict(wanted)
             self._changed.set()
             self._notify()
@@ -116,6 +121,7 @@ class Mirror:
         """Bring index and objects into line with the wanted versions; upload the newest one if it is missing."""
         if (wanted := self._wanted) is None:
             return
+        self._rolled_back.clear()
         self._unreadable = {key: stored for key, stored in self._unreadable.items() if wanted.get(key) is stored}
         if self._complete is None:
             await self._list(wanted)
@@ -132,7 +138,8 @@ class Mirror:
         for folder in sorted(self._folders - keep):
             await self._delete(folder)
         if newest is not None and missing:
-            await self._upload(newest, wanted[newest])
+            await self._until_rollback(self._upload(newest, wanted[newest]))
+            await self._write_index()
             self._changed.set()
         elif not self._slow:
             self._recover()
@@ -148,7 +155,9 @@ class Mirror:
         self._notify()
 
     async def _write_index(self) -> None:
-        versions = tuple(_mirrored(stored) for _, stored in sorted((self._complete or {}).items()))
+        """Name the complete versions that are still wanted."""
+        complete, wanted = self._complete or {}, self._wanted or {}
+        versions = tuple(_mirrored(stored) for key, stored in sorted(complete.items()) if wanted.get(key) is stored)
         index = Index(run=self._run, lineage=self._lineage, versions=versions)
         if index != self._index:
             self._index = None
@@ -159,6 +168,18 @@ class Mirror:
         """Delete a version, its manifest first: parts without one never count as a version."""
         await self._objects.delete_folder(folder, first=MANIFEST)
         self._folders.discard(folder)
+
+    async def _until_rollback(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work``, and cancel it at a rollback: the index must not name abandoned versions until it ends."""
+        working, rollback = asyncio.ensure_future(work), asyncio.ensure_future(self._rolled_back.wait())
+        try:
+            await asyncio.wait((working, rollback), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (working, rollback):
+                task.cancel()
+            await asyncio.wait((working, rollback))
+        if not working.cancelled():
+            working.result()
 
     async def _upload(self, key: VersionKey, stored: Stored) -> None:
         mirrored, loop = _mirrored(stored), asyncio.get_running_loop()
@@ -175,7 +196,6 @@ class Mirror:
             await self._objects.put(f"{mirrored.folder}/{MANIFEST}", manifest)
             if self._complete is not None:
                 self._complete[key] = stored
-            await self._write_index()
         except (OSError, Scarce) as error:  # the version was deleted in the meantime, or its disk fails
             log.warning("%s is not uploaded to the mirror: %s", key, error)
             self._unreadable[key] = stored

@@ -14,7 +14,7 @@ from staleflow.launch.ray_machines import fleet
 from staleflow.monitor.history import History
 from staleflow.monitor.model import board
 from staleflow.monitor.plain import line
-from staleflow.monitor.roles import RoleRow, role_of
+from staleflow.monitor.roles import RoleRow, role_of, roles
 from staleflow.monitor.rows import AgeRow, EventRow, PinRow, VersionRow, WindowRow
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import ParametersStatus, StageFailing
@@ -59,6 +59,13 @@ def test_the_window_tells_sealed_batches_what_is_live_by_each_step_and_who_pins(
     )
     ahead = board("run", shown(next_step=25, window=()), History()).window
     assert [(row.deadline, row.sealed) for row in ahead] == [(23, "trains"), (24, "sealed")]
+
+
+def test_a_mirror_that_is_behind_is_shown_with_the_reason() -> None:
+    behind = ParametersStatus(mirror="s3://b/x: AccessDenied")
+    seen = dataclasses.replace(shown((process("parameters"),)), parameters=behind)
+    (row,) = (row for row in roles(seen) if row.name == "parameters")
+    assert row.doing.endswith("; the mirror is behind: s3://b/x: AccessDenied")
 
 
 def test_a_relay_says_how_many_get_their_weights_there_where_that_is_known() -> None:

@@ -166,7 +166,9 @@ async def test_a_saved_version_has_the_same_bits(objects: Objects, tmp_path: Pat
     about = await asyncio.to_thread(save_weights, objects.url, tmp_path / "to")
     assert (about.run, about.lineage, about.version) == ("run-1", 0, 2)
     assert json.loads((tmp_path / "to" / "staleflow.json").read_bytes()) == msgspec.to_builtins(about)
-    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == ["model.safetensors", "staleflow.json"]
+    files = sorted((tmp_path / "to").iterdir())
+    assert [path.name for path in files] == ["model.safetensors", "staleflow.json"]
+    assert files[0].stat().st_mode == files[1].stat().st_mode
     tensors = load_file(tmp_path / "to" / "model.safetensors")
     assert tensors["head"].dtype == torch.bfloat16
     np.testing.assert_array_equal(tensors["head"].view(dtype=torch.uint16).numpy(), weights(2)["head"])

@@ -345,6 +345,32 @@ async def test_a_rollback_removes_what_it_abandoned(make_run: Callable[..., Run]
         assert all(name.startswith(("0-0-", "1-1-")) for name in await objects.folders())
 
 
+async def test_a_rollback_is_shown_while_an_abandoned_version_is_being_uploaded(
+    make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started(make_run, f"file://{tmp_path}/shared")
+    trainer = await run.trainer()
+    await trainer.publish(0, LARGE)
+    objects = await objects_of(run)
+    await has(objects, (0, 0))
+    begun, put = asyncio.Event(), Objects.put
+
+    async def endless(self: Objects, name: str, data: bytes) -> None:
+        if name.startswith("0-1-"):
+            begun.set()
+            await asyncio.Event().wait()
+        await put(self, name, data)
+
+    monkeypatch.setattr(Objects, "put", endless)
+    async with produced(run):
+        await step(trainer, 1)
+        await begun.wait()
+        again = Join(trainer=trainer.worker, lineage=Lineage(0), version=Version(0))
+        await trainer.scheduler.ask(again, JoinReply)
+        await shows(objects, lambda index: index.lineage == 1)
+    await has(objects, (0, 0))
+
+
 async def test_a_published_version_that_replaces_a_damaged_one_is_uploaded_again(
     make_run: Callable[..., Run], tmp_path: Path
 ) -> None:
