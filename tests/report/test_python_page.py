@@ -74,7 +74,7 @@ async def test_every_block_of_the_page_runs(folder: Path) -> None:
             await asyncio.sleep(0.1)
     for block in BLOCKS:
         exec(compile(block, "docs/python.md", "exec"), namespace)
-    assert len(BLOCKS) == 12
+    assert len(BLOCKS) == 13
     assert (folder / "runs" / "first" / "report.html").is_file()
     assert (folder / "runs" / "own-4" / "model.safetensors").is_file()
     trace = staleflow.Trace.open(folder / "runs" / "own")

@@ -45,10 +45,10 @@ def test_a_group_has_its_story(tmp_path: Path) -> None:
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
     assert set(dir(staleflow)) == {
         *("BadVersion", "ConfigError", "Fenced", "LeaseError", "LoadError", "NoBatch", "Refused", "StageError"),
-        *("Result", "Run", "Trace", "Unavailable", "connect", "external", "load", "run", "__version__"),
+        *("Result", "Run", "Trace", "Unavailable", "connect", "external", "fetch_weights", "load", "run"),
         *("PromptClient", "RolloutClient", "StageClient", "TrainerClient"),
         *("AsyncPromptClient", "AsyncRolloutClient", "AsyncStageClient", "AsyncTrainerClient"),
-        *("Outcome", "PromptError", "RowResult"),
+        *("Outcome", "PromptError", "RowResult", "__version__"),
         *("InstanceStats", "Lease", "ModelLimits", "PulledVersion", "Sample", "Sampling", "StageGroup"),
     }
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

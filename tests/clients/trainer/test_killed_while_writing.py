@@ -39,17 +39,17 @@ def kill_while_it_writes(service: Service, trainer: "subprocess.Popen[bytes]") -
     raise AssertionError(f"no checkpoint was seen half written in {LIMIT_S} s")
 
 
-@pytest.mark.parametrize(
-    ("backend", "nproc"),
-    [
-        ("torch", 1),
-        pytest.param("fsdp", 2, marks=pytest.mark.long),
-        pytest.param("deepspeed", 2, marks=[pytest.mark.long, needs_deepspeed]),
-    ],
-)
-def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
-    model_directory: Path, backend: str, nproc: int
-) -> None:
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(model_directory: Path) -> None:
+    check_a_kill(model_directory, "torch", 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("deepspeed", marks=needs_deepspeed)])
+def test_a_kill_of_two_ranks_that_write_a_checkpoint_leaves_the_one_before(model_directory: Path, backend: str) -> None:
+    check_a_kill(model_directory, backend, 2)
+
+
+def check_a_kill(model_directory: Path, backend: str, nproc: int) -> None:
     rollout = ("rollout.engine=transformers", "rollout.max_inflight=16", "rollout.max_new_tokens=8")
     ranks = (f"trainer.backend={backend}", f"trainer.nproc={nproc}")
     trainer = (*ranks, f"trainer.steps={STEPS}", "trainer.checkpoint_every=1")
