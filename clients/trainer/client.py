@@ -42,6 +42,7 @@ from staleflow.net.security import client_sockets
 from staleflow.net.transport import Transport
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step, TrainerTerm, Version
+from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import (
     Attach,
     AttachReply,
@@ -50,6 +51,7 @@ from staleflow.protocols.wire.messages import (
     Detach,
     Done,
     Finished,
+    GetBatch,
     GetStatus,
     Join,
     JoinReply,
@@ -71,6 +73,8 @@ CROWDED_FRACTION = 0.5
 STATUS_TIMEOUT_S = 1.0
 POLL_INTERVAL_S = 5.0
 """Wait for a batch after which the newest version is checked for damage."""
+MIN_WAIT_S = 0.02
+"""Shortest wait for a batch that is reported to the scheduler while a version is being published."""
 METRICS_TIMEOUT_S = 30.0
 PUBLISH_TOTAL = "time/publish_total"
 SEND_TIMEOUT_S = 1.0
@@ -323,13 +327,39 @@ class TrainerClient:
         """
         while True:
             publication = self._publication
-            item = self._wait(within(POLL_INTERVAL_S, _until_published(publication, coming())))
+            if publication is None:
+                item = self._wait(within(POLL_INTERVAL_S, coming()))
+            else:
+                item = self._wait(within(POLL_INTERVAL_S, self._until_published(publication, coming())))
             self._settle()
             if item is not None:
                 return item
             if publication is self._publication:  # it waited for the whole interval
                 self._republish_damaged()
                 self.on_wait()
+
+    async def _until_published(self, publication: Publication, call: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of ``call``; cancel it and return None once the publication has ended.
+
+        After a moment the scheduler is notified that the trainer waits, which prefetching alone does not show.
+        """
+        coming, ended = asyncio.ensure_future(call), asyncio.ensure_future(publication.done.wait())
+        tasks: list[asyncio.Future[Any]] = [coming, ended]
+        try:
+            await asyncio.wait(tasks, timeout=MIN_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not (coming.done() or ended.done()):
+                tasks.append(asyncio.ensure_future(self._request_waiting(self._next_step)))
+                await asyncio.wait((coming, ended), return_when=asyncio.FIRST_COMPLETED)
+            return coming.result() if coming.done() else None
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _request_waiting(self, step: int) -> None:
+        """Request a batch as the trainer's next work. The prefetch gets it, too; this reply is not used."""
+        request = GetBatch(trainer_term=self._term, step=Step(step), rank=self._place[0], waiting=True)
+        with suppress(Refused, ProtocolError):
+            await self._scheduler.call(request, timeout_s=None)
 
     def _republish_damaged(self) -> None:
         """Publish the newest version again if its bytes were lost or damaged, and this process still has them.
@@ -675,19 +705,6 @@ async def within(seconds: float, call: Coroutine[Any, Any, T]) -> T | None:
         if not limit.expired():
             raise
         return None
-
-
-async def _until_published(publication: Publication | None, call: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of ``call``; cancel it and return None once the publication has ended."""
-    if publication is None:
-        return await call
-    coming, ended = asyncio.ensure_future(call), asyncio.ensure_future(publication.done.wait())
-    try:
-        await asyncio.wait((coming, ended), return_when=asyncio.FIRST_COMPLETED)
-        return coming.result() if coming.done() else None
-    finally:
-        coming.cancel()
-        ended.cancel()
 
 
 async def _until_set(event: asyncio.Event, timeout_s: float) -> None:

@@ -179,7 +179,7 @@ class Service:
             self._backoff,
             config,
             self._training.end_step,
-            self._training.is_trainer_waiting,
+            self._training.waiting_step,
         )
         self._handlers = self._table()
         self._since_ns = 0

@@ -61,6 +61,9 @@ class GetBatch(Message, frozen=True, kw_only=True):
     step: Step
     rank: Annotated[int, Meta(ge=0, le=65_535)] = 0
     wait_ms: int = 1000
+    waiting: bool = False
+    """The trainer has nothing to train until this batch comes, although the version of the step before is not published
+    yet. Otherwise, a request for the batch of a later step than the next one prefetches."""
 
 
 class CheckBatch(Message, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from staleflow.configs.schema import Config, Coordination
 from staleflow.protocols.consistency import events
 from staleflow.protocols.consistency.effects import Code, Delivered, Rejected
-from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.consistency.ids import Step, WorkerId
 from staleflow.protocols.coordination.decide import Strategies, decide
 from staleflow.protocols.coordination.sync import MAX_AT_ONCE
 from staleflow.protocols.coordination.view import Load, Move, Order, Start
@@ -34,14 +34,14 @@ class Cycle:
         backoff: Backoff,
         config: Config,
         end: Callable[[], int],
-        is_trainer_waiting: Callable[[], bool],
+        waiting_step: Callable[[], Step | None],
     ) -> None:
-        """``end``: returns the end of the run, an exclusive step. ``is_trainer_waiting``: returns whether the trainer
-        waits for its current batch."""
+        """``end``: returns the end of the run, an exclusive step. ``waiting_step``: returns the step whose batch the
+        trainer waits for; None if it does not wait."""
         self._interpreter = interpreter
         self._instances = instances
         self._strategies = strategies(config.coordination)
-        self._pacing = Pacing(interpreter.limits, is_trainer_waiting)
+        self._pacing = Pacing(interpreter.limits, waiting_step)
         interpreter.listen(Delivered, self._pacing.on_delivered)
         self._snapshots = Snapshots(interpreter, instances, backoff, config, end, self._pacing)
         self.unfinished = False

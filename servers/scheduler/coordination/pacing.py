@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from staleflow.protocols.consistency.effects import Delivered
+from staleflow.protocols.consistency.ids import Step as TrainStep
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
 from staleflow.protocols.coordination.admission import Pace, Step, paced
@@ -11,14 +12,16 @@ from staleflow.protocols.coordination.admission import Pace, Step, paced
 class Pacing:
     """Sampled once a cycle: each sample stands for the time until the next one. Kept in memory only."""
 
-    def __init__(self, limits: Limits, is_trainer_waiting: Callable[[], bool]) -> None:
-        """``is_trainer_waiting``: returns whether the trainer waits for its current batch."""
+    def __init__(self, limits: Limits, waiting_step: Callable[[], TrainStep | None]) -> None:
+        """``waiting_step``: returns the step whose batch the trainer waits for; None if it does not wait."""
         self._most = limits.max_staleness + 1.0
         self._batch_size = limits.batch_size
         self.pace = Pace(lead=self._most)
         self.waits = False
         """The trainer waits for a batch."""
-        self._is_trainer_waiting = is_trainer_waiting
+        self._publishes = False
+        """It waits for the batch after its current one, whose version is not published yet."""
+        self._waiting_step = waiting_step
         self._starved = False
         self._delivered = -1
         self._looked_ms = -1
@@ -35,7 +38,7 @@ class Pacing:
 
     def trains(self, version: int) -> bool:
         """Return whether the trainer has a batch whose version is not published yet."""
-        return self._delivered >= version >= 0 and not self.waits
+        return self._delivered >= version >= 0 and (not self.waits or self._publishes)
 
     def update(self, machine: Machine, now_ms: int) -> None:
         """Add the time since the last sample. After a new version, compute the pace from the completed step."""
@@ -50,7 +53,8 @@ class Pacing:
         counts = machine.state_counts()
         self._under_way = counts["leased"] + counts["pushed"]
         self._looked_ms = now_ms
-        self.waits = machine.version >= 0 and self._is_trainer_waiting()
+        step = self._waiting_step() if machine.version >= 0 else None
+        self.waits, self._publishes = step is not None, step is not None and step > machine.version
         self._starved = self.waits and machine.starved()
 
     def _next(self, version: int, now_ms: int) -> None:

@@ -95,10 +95,21 @@ class Training:
         """True if any rank is waiting for a batch."""
         return bool(self._waiting)
 
-    def is_trainer_waiting(self) -> bool:
-        """Return whether the trainer waits for its current step; a request for a later step is prefetch."""
+    def waiting_step(self) -> Step | None:
+        """Return the step that the trainer waits for: its current one, or the one after it while it is publishing.
+
+        Another request for a later step is prefetch.
+        """
         step = Step(self._interpreter.machine.version)
-        return any(body.step == step for body in self._waiting)
+        if any(body.step == step for body in self._waiting):
+            return step
+        ahead = Step(step + 1)
+        waits = any(isinstance(body, GetBatch) and body.waiting and body.step == ahead for body in self._waiting)
+        return ahead if waits else None
+
+    def is_trainer_waiting(self) -> bool:
+        """Return whether the trainer waits for its current step."""
+        return self.waiting_step() == self._interpreter.machine.version
 
     def join(self, call: Call, body: Join) -> None:
         machine = self._interpreter.machine

@@ -217,3 +217,56 @@ def test_the_process_of_a_trainer_with_a_void_step_says_why_in_one_line(
     assert [(r.levelno, r.getMessage(), r.exc_info) for r in caplog.records] == [
         (logging.ERROR, "step 3: batch 4 was taken back", None)
     ]
+
+
+class Held:
+    """A parameter server that takes no version before ``go`` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    async def publish(self, weights: Mapping[str, Any], **_: object) -> None:
+        while not self.go.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    def close(self) -> None:
+        pass
+
+
+class Listening:
+    """A scheduler that seals the batch of step 1 once the trainer says that it waits for it."""
+
+    def __init__(self, sealed: Sealed) -> None:
+        self.requests: list[GetBatch] = []
+        self._sealed = sealed
+
+    async def call(self, body: GetBatch, *, timeout_s: float | None) -> None:
+        self.requests.append(body)
+        if body.waiting:
+            self._sealed.batches[body.step] = 2
+        await asyncio.Event().wait()
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_trainer_that_waits_for_a_batch_while_it_publishes_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prefetching request looks the same whether it trains or waits."""
+    sealed, publisher = Sealed({0: 1}), Held()
+    listening = Listening(sealed)
+    with Trainer(tmp_path, sealed) as trainer:
+        limit = threading.Timer(LIMIT_S, trainer.interrupt)
+        limit.start()
+        monkeypatch.setattr(trainer, "_publisher", publisher)
+        monkeypatch.setattr(trainer, "_scheduler", listening)
+        batches = trainer.batches(2)
+        assert next(batches).step == 0
+        trainer.begin_commit(WEIGHTS)
+        assert next(batches).step == 1
+        assert [(body.step, body.waiting) for body in listening.requests] == [(1, True)]
+        publisher.go.set()
+        assert trainer.finish_commit() == 1
+        batches.close()
+        limit.cancel()

@@ -4,7 +4,7 @@ import pytest
 
 from staleflow.protocols.consistency import events
 from staleflow.protocols.consistency.effects import Delivered, Sealed
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segment, Version, WorkerId
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segment, Step, Version, WorkerId
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
 from staleflow.protocols.coordination.admission import HISTORY_WEIGHT, Pace
@@ -14,7 +14,7 @@ SHA = "0" * 64
 
 
 class Run:
-    """A ledger, and a trainer that waits while ``asked`` is set."""
+    """A ledger, and a trainer that waits while ``asked`` is set: for its current batch, or for the one ``ahead``."""
 
     def __init__(self, batch_size: int = 1) -> None:
         limits = Limits(max_staleness=1, batch_size=batch_size)
@@ -22,7 +22,8 @@ class Run:
         self.machine.apply(events.Join(trainer=WorkerId("t"), lineage=Lineage(0), version=Version(0)), 0)
         self.machine.apply(events.Publish(trainer_term=self.machine.trainer_term, sha=SHA, nbytes=1), 0)
         self.asked = False
-        self.pacing = Pacing(limits, lambda: self.asked)
+        self.ahead = 0
+        self.pacing = Pacing(limits, lambda: Step(self.machine.version + self.ahead) if self.asked else None)
         self._groups = 0
         self.sealed: list[Sealed] = []
 
@@ -141,6 +142,25 @@ def test_a_batch_is_trained_from_its_delivery_until_its_version_is_out() -> None
     run.asked = True
     run.look(1)
     assert run.pacing.trains(1) is False
+
+
+def test_a_trainer_that_publishes_and_waits_for_the_batch_ahead_counts_as_waiting_and_as_training() -> None:
+    run = Run()
+    run.finish(*run.begin())
+    run.look(0)
+    run.publish()
+    run.finish(*run.begin())
+    deliver(run)
+    run.look(10_000)
+    run.asked, run.ahead = True, 1
+    run.look(14_000)
+    assert run.pacing.waits
+    assert run.pacing.trains(1), "its current batch is not used up before its version is published"
+    run.asked = False
+    run.look(16_000)
+    run.publish()
+    pace = run.look(20_000)
+    assert pace.starved_s == pytest.approx(2.0)
 
 
 def deliver(run: Run) -> None:
