@@ -8,7 +8,7 @@ import psutil
 from staleflow.process import memory_folder
 from tests.process.running import Run, audited
 
-SMALL = ("trainer.steps=12", "trainer.checkpoint_every=4", "trainer.simulated_step_s=0.05", "parameters.store=memory")
+SMALL = ("trainer.steps=12", "trainer.checkpoint_every=4", "trainer.simulated_step_s=0.4", "parameters.store=memory")
 WAIT_S = 120
 
 
