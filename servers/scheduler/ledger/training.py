@@ -109,7 +109,7 @@ class Training:
 
     def is_trainer_waiting(self) -> bool:
         """Return whether the trainer waits for its current step."""
-        return self.waiting_step() == self._interpreter.machine.version
+        return self.waiting_step() == Step(self._interpreter.machine.version)
 
     def join(self, call: Call, body: Join) -> None:
         machine = self._interpreter.machine
