@@ -90,7 +90,13 @@ async def test_a_folder_that_cannot_be_created_is_one_line(tmp_path: Path) -> No
         ("/shared/weights", "s3://BUCKET"),
         ("gs://bucket/x", "s3://BUCKET"),
         ("file://host/x", "file:///FOLDER"),
+        ("file:///", "file:///FOLDER"),
+        ("s3://[bucket/x", "s3://BUCKET"),
+        ("s3://bucket//x", "s3://BUCKET"),
+        (" s3://bucket/x", "s3://BUCKET"),
         ("s3://AKID:hidden@bucket/x", "environment"),
+        ("s3://AKID:hidden/hidden@bucket/x", "environment"),
+        ("s3://AKID:hidden", "environment"),
         ("s3://bucket/x?secret=hidden", "environment"),
     ],
 )
