@@ -1,6 +1,7 @@
 """The folder of versions in shared memory, and the choice between it and the disk."""
 
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -18,11 +19,19 @@ class Memory:
     the first one on for which there is no room in memory."""
 
     def __init__(self, folder: Path, parameters: Parameters) -> None:
+        """Raise ``Unusable`` if another process uses the folder."""
         self.folder = folder
+        self._lock: int | None = memory_folder.lock(folder)
         self._parameters = parameters
         self._accepted_bytes = -1
         """Size of a version up to which all versions fit into memory."""
         self._left = False
+
+    def close(self) -> None:
+        """Let another process use the folder, or remove it. Idempotent."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
 
     @property
     def required(self) -> bool:
