@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.store.objects import NoAccess, NoObject, Objects, StoreError
+from staleflow.store.objects import MAX_READ_BYTES, NoAccess, NoObject, Objects, StoreError
 from tests.object_store import ENVIRONMENT, S3Server
 
 pytestmark = pytest.mark.xdist_group("s3")
@@ -43,6 +43,25 @@ def secretless(error: StoreError) -> str:
         secret in text for secret in (ENVIRONMENT["AWS_ACCESS_KEY_ID"], ENVIRONMENT["AWS_SECRET_ACCESS_KEY"])
     )
     return text
+
+
+async def test_an_object_too_large_for_a_mirror_is_not_read(tmp_path: Path) -> None:
+    """Whoever may write to the store could otherwise fill the memory of its readers."""
+    with (tmp_path / "000000.part").open("wb") as file:
+        file.truncate(MAX_READ_BYTES + 1)
+    with pytest.raises(StoreError, match=rf"000000\.part has {MAX_READ_BYTES + 1} bytes; at most {MAX_READ_BYTES} are"):
+        await Objects(f"file://{tmp_path}").get("000000.part")
+
+
+async def test_an_error_without_a_text_has_the_name_of_its_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("shutil.rmtree", fail)
+    with pytest.raises(StoreError, match=r"1-2: MemoryError$"):
+        await Objects(f"file://{tmp_path}").delete_folder("1-2", first="manifest.json")
 
 
 @pytest.mark.usefixtures("bucket")
