@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from staleflow.configs.errors import ConfigError
@@ -61,7 +62,7 @@ class Memory:
                 '(in containers: --shm-size), or choose "disk" or "auto"'
             )
             raise ConfigError("parameters.store", "memory", allowed)
-        stored = sum(file.stat().st_size for file in self.folder.iterdir())
+        stored = _nbytes(self.folder)
         free = available() + stored
         if in_memory(self._parameters, nbytes, free) and (self.required or needed <= shared.free + stored):
             if self._accepted_bytes < 0:
@@ -70,6 +71,15 @@ class Memory:
         else:
             room = f"{free >> 20} MiB of memory and {shared.free + stored >> 20} MiB of {memory_folder.SHARED_MEMORY}"
             self.leave(f"{versions} are needed; {room} are free")
+
+
+def _nbytes(folder: Path) -> int:
+    """Return the size of all files, while another thread may delete some."""
+    total = 0
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
 
 
 def open_memory(folder: Path, parameters: Parameters) -> Memory | None:

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -192,6 +193,20 @@ def test_a_version_is_never_in_two_places(disk: Path, monkeypatch: pytest.Monkey
     new = published(stored, 0).path
     assert (new.parent, old.exists(), old.with_suffix(".json").exists()) == (disk, False, False)
     assert numbers(opened(disk, Parameters())) == [0]
+
+
+def test_files_may_be_deleted_while_the_free_memory_is_measured(disk: Path) -> None:
+    """The deletion of old versions after a restart runs beside the first publish."""
+    memory = open_memory(disk, Parameters())
+    assert memory is not None
+    files = [memory.folder / f"gone-{number}.part" for number in range(3000)]
+    for file in files:
+        file.touch()
+    with ThreadPoolExecutor(1) as other:
+        deleted = other.submit(lambda: [file.unlink() for file in files])
+        assert memory.accepts(1)
+        deleted.result()
+    memory.close()
 
 
 def test_required_memory_that_is_full_for_now_lets_the_publish_wait(
