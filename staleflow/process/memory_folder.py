@@ -47,8 +47,12 @@ def create(folder: Path) -> Path:
 
 
 def lock(path: Path) -> int:
-    """Lock a folder in shared memory; return the descriptor that holds the lock. Raise ``Unusable`` if it is locked."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Lock a folder in shared memory; return the descriptor that holds the lock. Raise ``Unusable`` if it is locked, or
+    has just been removed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise Unusable(f"{path}: {error.strerror}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
