@@ -296,7 +296,7 @@ def test_a_group_beyond_the_models_vocabulary_is_given_to_no_backend(tmp_path: P
 async def test_a_group_with_experts_of_another_model_is_quarantined_without_limits(dtype: str) -> None:
     """A loop of one's own need not know the limits of its model."""
     sealed = Quarantining({0: 1})
-    stream = Fetching(cast(Client, sealed), [], 0, 1, ModelLimits())
+    stream = Fetching(sealed, [], 0, 1, ModelLimits())
     stream.unlike = {12: np.zeros((5, 2, 2) if dtype == "uint16" else (5, 3, 2), dtype)}
     with pytest.raises(
         Refused, match=r"routed_experts is uint.*; in most groups of the batch it is uint8\[tokens, 2, 2\]"

@@ -203,9 +203,9 @@ def test_files_may_be_deleted_while_the_free_memory_is_measured(disk: Path) -> N
     for file in files:
         file.touch()
     with ThreadPoolExecutor(1) as other:
-        deleted = other.submit(lambda: [file.unlink() for file in files])
+        deleted = other.map(Path.unlink, files)
         assert memory.accepts(1)
-        deleted.result()
+        list(deleted)
     memory.close()
 
 
