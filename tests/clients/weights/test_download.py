@@ -216,7 +216,12 @@ async def test_the_command_prints_no_control_characters_of_the_store(
 ) -> None:
     index = Index(run="\x1b[31mrun", lineage=Lineage(0), versions=(await put(objects, 0, 1),))
     await objects.put(INDEX, msgspec.json.encode(index))
-    monkeypatch.setattr("click.utils.should_strip_ansi", lambda *_, **__: False)  # as on a terminal
+
+    def keep_colours(*_: object, **__: object) -> bool:
+        """As on a terminal."""
+        return False
+
+    monkeypatch.setattr("click.utils.should_strip_ansi", keep_colours)
     await asyncio.to_thread(main, ["weights", "fetch", objects.url, "--to", str(tmp_path / "to")])
     assert capsys.readouterr().out.endswith("run \\x1b[31mrun\n")
 
