@@ -20,7 +20,7 @@ from staleflow.configs.loading.presence import TRAIN, check_package
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import GetManifest
 from staleflow.store.mirror import Index, MirroredVersion, read_index, read_manifest
-from staleflow.store.objects import NoObject, Objects
+from staleflow.store.objects import NoObject, Objects, StoreError
 
 T = TypeVar("T")
 
@@ -62,20 +62,32 @@ def save_weights(
     url: str, folder: Path, *, version: int | None = None, min_version: int = 0, timeout_s: float = 0.0
 ) -> About:
     """Write the version that ``fetch_weights`` returns to ``model.safetensors`` in ``folder``, and what it is to
-    ``staleflow.json``. Each file is replaced at once, the weights first."""
+    ``staleflow.json``. Each file is replaced at once, the weights first.
+
+    Raise the errors of ``fetch_weights``, ``NotMirrored`` also for a version whose weights the user moves
+    (``external``), and ``OSError`` if the files cannot be written.
+    """
     for package in ("torch", "safetensors"):
         check_package("--to", str(folder), package, TRAIN)
     index, pulled = _blocking(_fetched(url, version, min_version, timeout_s))
+    if (elsewhere := pulled.external) is not None:
+        raise NotMirrored(
+            f"version {pulled.version} has no weights in the run, but the digest {elsewhere!r} in their place"
+        )
     from staleflow.clients.weights.safetensors_file import write  # imports torch, which takes seconds
 
     about = About(run=index.run, lineage=pulled.lineage, version=pulled.version, sha=pulled.sha)
     folder.mkdir(parents=True, exist_ok=True)
     weights, described = folder / f"{WEIGHTS}.part", folder / f"{ABOUT}.part"
-    described.write_bytes(msgspec.json.encode(about))
-    write(pulled.tensors().values(), weights)
-    weights.chmod(described.stat().st_mode)  # safetensors creates files for their owner only
-    weights.replace(folder / WEIGHTS)
-    described.replace(folder / ABOUT)
+    try:
+        described.write_bytes(msgspec.json.encode(about))
+        write(pulled.tensors().values(), weights)
+        weights.chmod(described.stat().st_mode)  # safetensors creates files for their owner only
+        weights.replace(folder / WEIGHTS)
+        described.replace(folder / ABOUT)
+    finally:
+        for unfinished in (weights, described):
+            unfinished.unlink(missing_ok=True)
     return about
 
 
@@ -126,7 +138,10 @@ def _chosen(objects: Objects, index: Index, version: int | None, min_version: in
 
 async def _read(objects: Objects, mirrored: MirroredVersion) -> PulledVersion:
     manifest = await read_manifest(objects, mirrored)
-    buffer = room(mirrored.nbytes)
+    try:
+        buffer = room(mirrored.nbytes)
+    except OSError as error:
+        raise StoreError(f"no memory for the {mirrored.nbytes} bytes of {mirrored.folder}: {error.strerror}") from error
     await fetch(objects, mirrored, manifest, memoryview(buffer))
     asked = GetManifest(worker=WorkerId(""), lineage=mirrored.lineage, version=mirrored.version)
     data = memoryview(buffer).toreadonly()[: mirrored.nbytes]

@@ -5,6 +5,8 @@ sampled the token, at the position of the token before it. It therefore belongs 
 log-probability. Tokens of an environment have zeros, which mean nothing.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -22,6 +24,20 @@ COLUMN: Final = TypedColumn(name=NAME, per="token", dtype="uint8", shape=None)
 def dtype_of(experts: int) -> Dtype:
     """Return the dtype of the column for a model with this number of experts in each layer."""
     return "uint8" if experts <= 256 else "uint16"
+
+
+def unlike_most(arrays: Sequence[Array]) -> dict[int, str]:
+    """Return the places of records that differ in dtype or dimensions from those of most groups, with the reason.
+
+    A batch has one array for all its groups. Without limits of the model, no shard has refused the others.
+    """
+    forms = [f"{array.dtype}[tokens, {', '.join(map(str, array.shape[1:]))}]" for array in arrays]
+    usual = max(Counter(forms).items(), key=lambda item: item[1], default=("", 0))[0]
+    return {
+        place: f"column {NAME} is {form}; in most groups of the batch it is {usual}"
+        for place, form in enumerate(forms)
+        if form != usual
+    }
 
 
 def check_experts(array: Array, model: ModelLimits) -> None:

@@ -114,6 +114,7 @@ async def serve_until(stop: Stop, config: Config, run_dir: Path, *, transport: T
         versions.reach(attached.run)
         services[0].run = attached.run
 
+    ended = False
     try:
         await serve_attached(
             stop,
@@ -124,11 +125,15 @@ async def serve_until(stop: Stop, config: Config, run_dir: Path, *, transport: T
             on_attached=on_attached,
             transport=transport,
         )
+        ended = memory is not None and not readiness.slot() and await _has_finished(where.scheduler, transport)
     except RunOver:
-        memory_folder.remove(run_dir / NAME)
+        ended = True
         raise
-    if memory is not None and not readiness.slot() and await _has_finished(where.scheduler, transport):
-        memory_folder.remove(run_dir / NAME)
+    finally:
+        if memory is not None:
+            memory.close()
+        if ended:
+            memory_folder.remove(run_dir / NAME)
 
 
 async def _has_finished(address: str, transport: Transport) -> bool:

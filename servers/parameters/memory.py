@@ -1,7 +1,9 @@
 """The folder of versions in shared memory, and the choice between it and the disk."""
 
 import logging
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from staleflow.configs.errors import ConfigError
@@ -18,11 +20,19 @@ class Memory:
     the first one on for which there is no room in memory."""
 
     def __init__(self, folder: Path, parameters: Parameters) -> None:
+        """Raise ``Unusable`` if another process uses the folder."""
         self.folder = folder
+        self._lock: int | None = memory_folder.lock(folder)
         self._parameters = parameters
         self._accepted_bytes = -1
         """Size of a version up to which all versions fit into memory."""
         self._left = False
+
+    def close(self) -> None:
+        """Let another process use the folder, or remove it. Idempotent."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
 
     @property
     def required(self) -> bool:
@@ -52,7 +62,7 @@ class Memory:
                 '(in containers: --shm-size), or choose "disk" or "auto"'
             )
             raise ConfigError("parameters.store", "memory", allowed)
-        stored = sum(file.stat().st_size for file in self.folder.iterdir())
+        stored = _nbytes(self.folder)
         free = available() + stored
         if in_memory(self._parameters, nbytes, free) and (self.required or needed <= shared.free + stored):
             if self._accepted_bytes < 0:
@@ -61,6 +71,15 @@ class Memory:
         else:
             room = f"{free >> 20} MiB of memory and {shared.free + stored >> 20} MiB of {memory_folder.SHARED_MEMORY}"
             self.leave(f"{versions} are needed; {room} are free")
+
+
+def _nbytes(folder: Path) -> int:
+    """Return the size of all files, while another thread may delete some."""
+    total = 0
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
 
 
 def open_memory(folder: Path, parameters: Parameters) -> Memory | None:

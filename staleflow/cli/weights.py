@@ -7,6 +7,7 @@ import click
 from staleflow.cli import options
 from staleflow.cli.progress import working
 from staleflow.configs.errors import ConfigError
+from staleflow.process.sanitize import printable
 
 
 @click.group("weights", short_help="Fetch versions of a run from its mirror.")
@@ -47,12 +48,12 @@ def fetch(url: str, folder: Path, version: int | None, min_version: int, timeout
         with working("fetching"):
             about = save_weights(url, folder, version=version, min_version=min_version, timeout_s=timeout_s)
     except (NotMirrored, StoreError, CorruptWeights) as error:
-        click.echo(f"staleflow: {error}", err=True)
+        click.echo(f"staleflow: {printable(str(error))}", err=True)
         return 1
     if as_json:
         import msgspec
 
         click.echo(msgspec.json.encode(about).decode())
     else:
-        click.echo(f"{folder}: version {about.version} of lineage {about.lineage}, run {about.run}")
+        click.echo(f"{folder}: version {about.version} of lineage {about.lineage}, run {printable(about.run)}")
     return 0

@@ -1,9 +1,11 @@
 """Folders in shared memory for the files of a folder on disk. They survive the death of a process, but no reboot.
 
 A folder is named after the folder on disk, whose owner alone may use it, and only this user may read it. It also names
-that folder, by which the remains of killed processes are found.
+that folder, by which the remains of killed processes are found. The process that uses a folder locks it: containers may
+share /dev/shm and nothing else, so the folder on disk may seem to be gone, or may be another one with the same path.
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -44,6 +46,21 @@ def create(folder: Path) -> Path:
     return path
 
 
+def lock(path: Path) -> int:
+    """Lock a folder in shared memory; return the descriptor that holds the lock. Raise ``Unusable`` if it is locked, or
+    has just been removed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise Unusable(f"{path}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise Unusable(f"another process uses {path}, perhaps in a container with the same {SHARED_MEMORY}") from None
+    return descriptor
+
+
 def clear(path: Path) -> None:
     """Delete all files but the name of the folder on disk."""
     for file in path.iterdir():
@@ -51,11 +68,18 @@ def clear(path: Path) -> None:
             file.unlink()
 
 
-def remove(folder: Path) -> None:
-    """Delete the folder in shared memory that belongs to ``folder`` on disk, if it exists and is this user's."""
-    with suppress(OSError):
+def remove(folder: Path) -> bool:
+    """Delete the folder in shared memory that belongs to ``folder`` on disk, if it is this user's and no process uses
+    it. Return False if it stays, or does not exist."""
+    with suppress(OSError, Unusable):
         if _is_private(path := path_of(folder)):
-            shutil.rmtree(path)
+            descriptor = lock(path)
+            try:
+                shutil.rmtree(path)
+                return True
+            finally:
+                os.close(descriptor)
+    return False
 
 
 def disk_folders() -> Iterator[Path]:

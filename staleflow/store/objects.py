@@ -32,6 +32,8 @@ REQUEST_TIMEOUT = "60s"
 """Limit of one request with its body, such as a part of a version."""
 MAX_RETRIES = 2
 RETRY_TIMEOUT_S = 60.0
+MAX_READ_BYTES = 64 << 20
+"""Maximum size of an object that is read: a part of a version, or a manifest."""
 LANES = 4
 """Transfers in flight at once."""
 
@@ -72,10 +74,13 @@ class Objects:
         return self._opened
 
     async def get(self, name: str) -> memoryview:
-        """Return the bytes of an object. Raise ``NoObject`` if it does not exist."""
+        """Return the bytes of an object. Raise ``NoObject`` if it does not exist, ``StoreError`` if it is too large for
+        an object of a mirror: it is not read then."""
         with self._errors(name):
             reply = await self._api.get_async(self._store, name)
-            return memoryview(await reply.bytes_async())
+            if (nbytes := reply.meta["size"]) <= MAX_READ_BYTES:
+                return memoryview(await reply.bytes_async())
+        raise StoreError(f"{self.url}/{name} has {nbytes} bytes; at most {MAX_READ_BYTES} are read")
 
     async def put(self, name: str, data: "Data") -> None:
         """Create or replace an object: readers see the old bytes or the new ones."""
@@ -140,7 +145,8 @@ class Objects:
         """Return a message of one line: the rest of the store's message may name keys."""
         text = str(error)
         code = _CODE.search(text)
-        reason = code.group(1) if code else text.splitlines()[0].rpartition(" - ")[2].strip() or type(error).__name__
+        first, *_ = text.splitlines() or [""]
+        reason = code.group(1) if code else first.rpartition(" - ")[2].strip() or type(error).__name__
         return f"{self.url}/{name}: {reason}"
 
 

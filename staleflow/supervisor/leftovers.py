@@ -11,10 +11,10 @@ log = logging.getLogger(__name__)
 def sweep() -> None:
     """Remove the folders in shared memory of runs that died: their directory is gone, or has lost its supervisor.
 
-    Servers that were started by hand have no supervisor, and may be between two starts: their folders stay.
+    Servers that were started by hand have no supervisor, and may be between two starts: their folders stay. So do
+    folders in use: a relay survives its supervisor, and the disk of another container is not visible here.
     """
     for folder in list(memory_folder.disk_folders()):
         died = any(rundir.lost_supervisor(run_dir) for run_dir in folder.parents[:2])  # of a server, of a relay
-        if died or not folder.is_dir():
-            log.info("removing %s, which a run left in memory that was killed", memory_folder.path_of(folder))
-            memory_folder.remove(folder)
+        if (died or not folder.is_dir()) and memory_folder.remove(folder):
+            log.info("removed %s, which a run left in memory that was killed", memory_folder.path_of(folder))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.store.objects import NoAccess, NoObject, Objects, StoreError
+from staleflow.store.objects import MAX_READ_BYTES, NoAccess, NoObject, Objects, StoreError
 from tests.object_store import ENVIRONMENT, S3Server
 
 pytestmark = pytest.mark.xdist_group("s3")
@@ -43,6 +43,25 @@ def secretless(error: StoreError) -> str:
         secret in text for secret in (ENVIRONMENT["AWS_ACCESS_KEY_ID"], ENVIRONMENT["AWS_SECRET_ACCESS_KEY"])
     )
     return text
+
+
+async def test_an_object_too_large_for_a_mirror_is_not_read(tmp_path: Path) -> None:
+    """Whoever may write to the store could otherwise fill the memory of its readers."""
+    with (tmp_path / "000000.part").open("wb") as file:
+        file.truncate(MAX_READ_BYTES + 1)
+    with pytest.raises(StoreError, match=rf"000000\.part has {MAX_READ_BYTES + 1} bytes; at most {MAX_READ_BYTES} are"):
+        await Objects(f"file://{tmp_path}").get("000000.part")
+
+
+async def test_an_error_without_a_text_has_the_name_of_its_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("shutil.rmtree", fail)
+    with pytest.raises(StoreError, match=r"1-2: MemoryError$"):
+        await Objects(f"file://{tmp_path}").delete_folder("1-2", first="manifest.json")
 
 
 @pytest.mark.usefixtures("bucket")
@@ -90,7 +109,13 @@ async def test_a_folder_that_cannot_be_created_is_one_line(tmp_path: Path) -> No
         ("/shared/weights", "s3://BUCKET"),
         ("gs://bucket/x", "s3://BUCKET"),
         ("file://host/x", "file:///FOLDER"),
+        ("file:///", "file:///FOLDER"),
+        ("s3://[bucket/x", "s3://BUCKET"),
+        ("s3://bucket//x", "s3://BUCKET"),
+        (" s3://bucket/x", "s3://BUCKET"),
         ("s3://AKID:hidden@bucket/x", "environment"),
+        ("s3://AKID:hidden/hidden@bucket/x", "environment"),
+        ("s3://AKID:hidden", "environment"),
         ("s3://bucket/x?secret=hidden", "environment"),
     ],
 )

@@ -1,6 +1,7 @@
 """Versions that killed runs left in shared memory are removed by the next start, those of others are not."""
 
 import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -30,4 +31,21 @@ def test_only_the_remains_of_the_dead_are_removed(tmp_path: Path, of: str, state
             assert path.exists() == stays
     finally:
         memory_folder.remove(folder)
+    assert not path.exists()
+
+
+def test_a_folder_in_use_stays_although_its_disk_folder_is_not_visible(tmp_path: Path) -> None:
+    """The server runs in another container, with the same /dev/shm."""
+    folder = tmp_path / "parameters"
+    folder.mkdir()
+    path = memory_folder.create(folder)
+    folder.rmdir()
+    lock = memory_folder.lock(path)
+    try:
+        sweep()
+        assert path.exists()
+        assert not memory_folder.remove(folder)
+    finally:
+        os.close(lock)
+    sweep()
     assert not path.exists()

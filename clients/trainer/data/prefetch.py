@@ -31,6 +31,8 @@ from staleflow.protocols.wire.messages import (
     Reply,
 )
 from staleflow.protocols.wire.payload_limits import PayloadLimits
+from staleflow.protocols.wire.routed_experts import COLUMN as ROUTED_EXPERTS
+from staleflow.protocols.wire.routed_experts import unlike_most
 
 log = logging.getLogger(__name__)
 
@@ -148,12 +150,21 @@ class BatchStream:
         groups = await self._members(self._mine(members))
         bad: list[GroupId] = []
         why = ""
+        unlike: dict[GroupId, str] = {}
+        if not self._limits.model.experts:
+            recorded = [item for item in groups if ROUTED_EXPERTS.key in item.payload.columns]
+            odd = unlike_most([item.payload.columns[ROUTED_EXPERTS.key] for item in recorded])
+            unlike = {recorded[place].group: reason for place, reason in odd.items()}
         for item in groups:
             try:
                 self._limits.check_tokens(item.payload)
             except ProtocolError as error:
                 bad.append(item.group)
                 why = error.detail
+            else:
+                if item.group in unlike:
+                    bad.append(item.group)
+                    why = unlike[item.group]
         if bad:
             await self.quarantine(bad, why)
             raise Refused(

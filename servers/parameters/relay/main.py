@@ -92,7 +92,8 @@ async def serve_until(
     worker, parameters = worker_id(name), config.parameters
     to_scheduler = Client(scheduler, worker=worker, transport=transport)
     folder = folder_of(run_dir, name)
-    versions = Versions(folder, durability="process", memory=open_memory(folder, parameters))
+    memory = open_memory(folder, parameters)
+    versions = Versions(folder, durability="process", memory=memory)
     for key in list(versions.stored):
         versions.delete(key)  # left by an earlier relay, perhaps of another run
     upstream = Upstream(worker, bytes_per_s=mb_per_s * 1e6, deltas=parameters.delta != "off", transport=transport)
@@ -129,4 +130,6 @@ async def serve_until(
         await serve_attached(stop, bind=bind, scheduler=to_scheduler, hello=hello, make=make, transport=transport)
     finally:
         upstream.close()
+        if memory is not None:
+            memory.close()
         memory_folder.remove(folder)

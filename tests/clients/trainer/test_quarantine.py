@@ -2,7 +2,7 @@
 """Groups that make a step raise are found and reported, and the step is trained without them."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, Step, TrainerTerm
 from staleflow.protocols.wire.messages import Done, MemberRef, ModelLimits, QuarantineGroups
+from staleflow.protocols.wire.tensors import Array
 from tests.clients.trainer.backends.test_backends import TWO_RANKS, settings
 from tests.clients.trainer.making import batch, config, header, payload
 from tests.clients.trainer.ranked import ranked
@@ -174,7 +175,10 @@ class Quarantining(Sealed):
 
 
 class Fetching(MicroBatchStream):
-    """Invent the groups; those of ``foreign`` hold a token of another vocabulary."""
+    """Invent the groups; those of ``foreign`` hold a token of another vocabulary, ``unlike`` has experts of another
+    model."""
+
+    unlike: Mapping[int, Array] = {}
 
     def __init__(self, sealed: Sealed, foreign: Sequence[int], rank: int, world: int, model: ModelLimits) -> None:
         client = cast(Client, sealed)
@@ -186,6 +190,9 @@ class Fetching(MicroBatchStream):
         for item in found:
             if item.group in self._foreign:
                 item.payload.token_ids[0] = 1_000_000
+            if self.unlike:
+                experts = self.unlike.get(item.group, np.zeros((5, 2, 2), np.uint8))
+                item.payload.columns["token/routed_experts"] = experts
         return found
 
 
@@ -283,6 +290,19 @@ def test_a_group_beyond_the_models_vocabulary_is_given_to_no_backend(tmp_path: P
             client.commit(WEIGHTS)
     assert sealed.reported == [12, 21]
     assert client.published == [(1, 6), (2, 7)]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+async def test_a_group_with_experts_of_another_model_is_quarantined_without_limits(dtype: str) -> None:
+    """A loop of one's own need not know the limits of its model."""
+    sealed = Quarantining({0: 1})
+    stream = Fetching(sealed, [], 0, 1, ModelLimits())
+    stream.unlike = {12: np.zeros((5, 2, 2) if dtype == "uint16" else (5, 3, 2), dtype)}
+    with pytest.raises(
+        Refused, match=r"routed_experts is uint.*; in most groups of the batch it is uint8\[tokens, 2, 2\]"
+    ):
+        await stream._trainable([member(group) for group in (10, 11, 12, 13)])
+    assert sealed.reported == [12]
 
 
 def test_a_rank_above_0_that_is_refused_a_batch_for_good_tells_the_run_and_ends_the_step(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,14 +15,16 @@ import numpy as np
 import pytest
 
 from staleflow import ConfigError, fetch_weights
+from staleflow.cli.main import main
 from staleflow.clients.weights import CorruptWeights
 from staleflow.clients.weights.download import NotMirrored, save_weights
+from staleflow.clients.weights.external import external
 from staleflow.clients.weights.tensors import copy_into, layout, with_digests
 from staleflow.protocols.consistency.ids import Lineage, Version
-from staleflow.protocols.wire.manifest import digest
+from staleflow.protocols.wire.manifest import digest, lay_out
 from staleflow.protocols.wire.tensors import Array
 from staleflow.store.mirror import INDEX, MANIFEST, Index, MirroredVersion, parts
-from staleflow.store.objects import NoObject, Objects
+from staleflow.store.objects import NoObject, Objects, StoreError
 from tests.servers.running import WEIGHTS, Run
 
 pytestmark = pytest.mark.xdist_group("s3")
@@ -33,9 +36,9 @@ def weights(number: int) -> dict[str, Array]:
     return {"w": np.full((3, 5), number, np.float32), "head": np.arange(number, dtype=np.uint16)}
 
 
-async def put(objects: Objects, lineage: int, version: int) -> MirroredVersion:
+async def put(objects: Objects, lineage: int, version: int, arrays: dict[str, Array] | None = None) -> MirroredVersion:
     """Put a version into the mirror as the parameter server does."""
-    arrays = weights(version)
+    arrays = weights(version) if arrays is None else arrays
     places = layout(arrays)
     data = np.zeros(places.nbytes, np.uint8)
     copy_into(places, arrays, data)
@@ -173,6 +176,54 @@ async def test_a_saved_version_has_the_same_bits(objects: Objects, tmp_path: Pat
     assert tensors["head"].dtype == torch.bfloat16
     np.testing.assert_array_equal(tensors["head"].view(dtype=torch.uint16).numpy(), weights(2)["head"])
     np.testing.assert_array_equal(tensors["w"].numpy(), weights(2)["w"])
+
+
+async def test_a_version_whose_weights_are_elsewhere_is_not_saved(objects: Objects, tmp_path: Path) -> None:
+    await show(objects, 0, await put(objects, 0, 2, external("s3://mine/step-2")))
+    with pytest.raises(NotMirrored, match=r"version 2 has no weights in the run, but the digest 's3://mine/step-2'"):
+        await asyncio.to_thread(save_weights, objects.url, tmp_path / "to")
+    assert not (tmp_path / "to").exists()
+
+
+async def test_a_version_that_does_not_fit_into_memory_is_refused(objects: Objects) -> None:
+    manifest = lay_out([("w", "uint8", (1 << 47,), "0" * 32)])
+    huge = MirroredVersion(lineage=Lineage(0), version=Version(1), sha=manifest.sha, nbytes=manifest.nbytes)
+    await objects.put(f"{huge.folder}/{MANIFEST}", msgspec.json.encode(manifest))
+    await show(objects, 0, huge)
+    with pytest.raises(StoreError, match=f"no memory for the {1 << 47} bytes of {huge.folder}"):
+        await get(objects)
+
+
+async def test_the_command_reports_a_full_disk_and_leaves_nothing_there(
+    objects: Objects, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, folder = await put(objects, 0, 1000), tmp_path / "to"
+    await show(objects, 0, one)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The version fits, its file does not: that has a header, too.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (one.nbytes, limits[1]))
+    try:
+        code = await asyncio.to_thread(main, ["weights", "fetch", objects.url, "--to", str(folder)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code != 0
+    assert f"{folder}/model.safetensors.part: " in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+
+
+async def test_the_command_prints_no_control_characters_of_the_store(
+    objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = Index(run="\x1b[31mrun", lineage=Lineage(0), versions=(await put(objects, 0, 1),))
+    await objects.put(INDEX, msgspec.json.encode(index))
+
+    def keep_colours(*_: object, **__: object) -> bool:
+        """As on a terminal."""
+        return False
+
+    monkeypatch.setattr("click.utils.should_strip_ansi", keep_colours)
+    await asyncio.to_thread(main, ["weights", "fetch", objects.url, "--to", str(tmp_path / "to")])
+    assert capsys.readouterr().out.endswith("run \\x1b[31mrun\n")
 
 
 async def test_the_command_fetches_what_a_run_published(

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from staleflow.configs.schema import Parameters
 from staleflow.process import memory_folder
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.manifest import digest, lay_out
-from staleflow.servers.parameters.memory import open_memory
+from staleflow.servers.parameters.memory import Memory, open_memory
 from staleflow.servers.parameters.versions import About, NoRoom, Stored, VersionKey, Versions
 from tests.servers.parameters.test_service import files, versions
 from tests.servers.running import WEIGHTS, Run
@@ -30,15 +31,25 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A folder on disk, whose folder in memory is removed at the end."""
     folder = tmp_path / "parameters"
     yield folder
+    if folder in OPEN:
+        OPEN.pop(folder).close()
     path = memory_folder.path_of(folder)
     if path.is_symlink():
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 
+OPEN: dict[Path, Memory] = {}
+"""Memory of the last server of each folder on disk."""
+
+
 def opened(disk: Path, parameters: Parameters = MEMORY, run: str = "a") -> Versions:
-    """The folders of a parameter server that has attached to this run."""
-    stored = Versions(disk, durability=parameters.durability, memory=open_memory(disk, parameters))
+    """The folders of a parameter server that has attached to this run. The one before it has ended."""
+    if disk in OPEN:
+        OPEN.pop(disk).close()
+    if (memory := open_memory(disk, parameters)) is not None:
+        OPEN[disk] = memory
+    stored = Versions(disk, durability=parameters.durability, memory=memory)
     stored.reach(run)
     return stored
 
@@ -80,8 +91,18 @@ def test_versions_lie_in_a_private_folder_and_survive_a_restart(disk: Path) -> N
     assert numbers(again) == [0]
     assert again.read(again.stored[VersionKey(Lineage(0), Version(0))], 0, 64) == bytes(64)
     assert list(memory_folder.disk_folders()).count(disk.resolve()) == 1
+    OPEN.pop(disk).close()
     memory_folder.remove(disk)
     assert not path.parent.exists()
+
+
+def test_a_folder_that_another_process_uses_is_neither_used_nor_cleared(disk: Path) -> None:
+    """Two containers have run directories with one path, and share /dev/shm."""
+    path = published(opened(disk), 0).path
+    with pytest.raises(ConfigError, match=f'store is "memory"; another process uses {path.parent}, perhaps in a cont'):
+        open_memory(disk, MEMORY)
+    assert open_memory(disk, Parameters()) is None
+    assert path.exists()
 
 
 async def test_a_server_that_is_killed_serves_its_versions_again_from_memory(make_run: Callable[..., Run]) -> None:
@@ -172,6 +193,20 @@ def test_a_version_is_never_in_two_places(disk: Path, monkeypatch: pytest.Monkey
     new = published(stored, 0).path
     assert (new.parent, old.exists(), old.with_suffix(".json").exists()) == (disk, False, False)
     assert numbers(opened(disk, Parameters())) == [0]
+
+
+def test_files_may_be_deleted_while_the_free_memory_is_measured(disk: Path) -> None:
+    """The deletion of old versions after a restart runs beside the first publish."""
+    memory = open_memory(disk, Parameters())
+    assert memory is not None
+    files = [memory.folder / f"gone-{number}.part" for number in range(3000)]
+    for file in files:
+        file.touch()
+    with ThreadPoolExecutor(1) as other:
+        deleted = other.map(Path.unlink, files)
+        assert memory.accepts(1)
+        list(deleted)
+    memory.close()
 
 
 def test_required_memory_that_is_full_for_now_lets_the_publish_wait(
