@@ -1,5 +1,6 @@
 """The training loop publishes a version while the next step trains, and no version has bytes of another one."""
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -23,10 +24,13 @@ LIMIT_S = 30.0
 
 class Reading(Told):
     """A service that reads the weights of a version only when it has to: before they change, or before it is asked to
-    finish. It takes ``read_s`` for that, and refuses version ``revoked``."""
+    finish. It takes ``read_s`` for that, and refuses version ``revoked`` with ``error``."""
 
-    def __init__(self, *, read_s: float = 0.0, revoked: int = -1, batches: int = 99) -> None:
+    def __init__(
+        self, *, read_s: float = 0.0, revoked: int = -1, batches: int = 99, error: Exception | None = None
+    ) -> None:
         super().__init__(batches=batches)
+        self._error = error or BadVersion(f"version {revoked} is void")
         self.begun: Weights | None = None
         self.under_way = -1
         self._read_s, self._revoked = read_s, revoked
@@ -45,7 +49,7 @@ class Reading(Told):
             return
         weights, self.begun = self.begun, None
         if self.under_way == self._revoked:
-            raise BadVersion(f"version {self.under_way} is void")
+            raise self._error
         time.sleep(self._read_s)
         self.published.append((self.under_way, weights["w"].tolist()))
         self._published.set()
@@ -56,7 +60,7 @@ class Reading(Told):
 
         def wait() -> None:
             if version == self._revoked:
-                raise BadVersion(f"version {version} is void")
+                raise self._error
             assert self._published.wait(LIMIT_S)
 
         return wait
@@ -123,11 +127,12 @@ def test_a_backend_that_cannot_wait_before_its_update_publishes_before_the_next_
 
 
 @pytest.mark.parametrize("backend", [Live, Saving])
+@pytest.mark.parametrize("error", [BadVersion("version 4 is void"), RuntimeError("rank 1: KeyError('lm_head')")])
 def test_the_checkpoint_of_a_version_that_is_never_published_does_not_exist(
-    tmp_path: Path, backend: Callable[[], Live]
+    tmp_path: Path, backend: Callable[[], Live], error: Exception
 ) -> None:
-    client = Reading(revoked=4)
-    with pytest.raises(BadVersion, match="version 4 is void"):
+    client = Reading(revoked=4, error=error)
+    with pytest.raises(type(error), match=re.escape(str(error))):
         loop(tmp_path, client, backend()).run()
     assert kept(tmp_path) == [2]
     assert [path.name for path in tmp_path.iterdir()] == ["2"]
