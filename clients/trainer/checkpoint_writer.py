@@ -99,6 +99,8 @@ class CheckpointWriter:
         """Wait for the checkpoint in the thread and register it, or raise the error that ended it."""
         if self._pending is None:
             return
+        if not self._pending.done.done():
+            self._client.wait_published(self._pending.state.version)  # unlike the wait below, a stop ends it
         pending, self._pending = self._pending, None
         try:
             path = pending.done.result()

@@ -54,6 +54,10 @@ class Reading(Told):
         self.published.append((self.under_way, weights["w"].tolist()))
         self._published.set()
 
+    def wait_published(self, version: int) -> None:
+        if self.under_way <= version:
+            self.finish_commit()
+
     def commit_result(self) -> Callable[[], None]:
         version = self.under_way
         self._published.clear()
