@@ -14,6 +14,7 @@ from staleflow.clients.trainer.backends.base import StepResult, Stopping, Weight
 from staleflow.clients.trainer.backends.tensors import to_arrays
 from staleflow.clients.trainer.client import BadVersion
 from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.loop import NotPublished
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.protocols.consistency.ids import Step, Version
 from tests.clients.trainer.making import batch, config
@@ -218,6 +219,24 @@ def test_a_torch_step_whose_publication_has_failed_changes_nothing(model_directo
     with pytest.raises(BadVersion, match="version 4 is void"):
         trainer.train(batch(0), Step(0), lambda: False)
     assert all(np.array_equal(array, before[name]) for name, array in trainer.weights().items())
+
+
+class Whole(TorchTrainer):
+    """Publishes all weights as one array, as the scripted service expects."""
+
+    def weights(self) -> Weights:
+        return {"w": np.concatenate([np.ravel(array) for _, array in super().weights().items()])}
+
+
+def test_memory_that_a_publication_lacks_is_not_taken_for_that_of_the_step(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    """Half of ``micro_tokens`` would not help, and the version would never exist."""
+    client, chosen = Reading(revoked=1, error=MemoryError("no room")), config(steps=3, minibatches=2)
+    with pytest.raises(NotPublished, match=r"MemoryError\('no room'\)"):
+        loop(tmp_path, client, Whole(chosen, model_directory), chosen).run()
+    assert [version for version, _ in client.published] == [0]
+    assert client.told == [("join", 0, 0)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
