@@ -185,6 +185,7 @@ class TrainerClient:
                 raise BadVersion(f"version {version} of lineage {lineage}: {refused.detail}") from refused
             raise
         self.version, self._lineage = version, lineage
+        self._published = None  # the weights of an earlier term are not those of the joined version
         return self._join_reply
 
     def publish_initial(self, weights: Mapping[str, Any] | Published) -> None:

@@ -12,7 +12,7 @@ from tests.clients.trainer.ranks.overlap_process import STEPS
 from tests.servers.parameters.test_service import versions
 from tests.servers.running import Run, produced
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
 
 LIMIT_S = 200.0
 
