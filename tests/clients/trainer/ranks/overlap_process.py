@@ -33,7 +33,7 @@ from staleflow.protocols.wire.messages import BeginPublishReply
 from tests.clients.trainer.making import config, share
 
 STEPS = 4
-LIMIT_S = 60.0
+LIMIT_S = 200.0
 
 
 def replaced(batch: TrainBatch) -> TrainBatch:

@@ -14,7 +14,7 @@ from tests.servers.running import Run, produced
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
 
-LIMIT_S = 200.0
+LIMIT_S = 400.0
 
 
 @pytest.fixture
