@@ -109,7 +109,7 @@ def train(chosen: Config, model: Path, folder: Path, scheduler: str, ranks: Many
 def main() -> None:
     model, folder, *schedulers = sys.argv[1:]
     ranks: Any = open_ranks("fsdp")
-    end, ranks.close = ranks.close, lambda: None  # the first run ends, its ranks go on
+    end, ranks.close = ranks.close, lambda: None  # the ranks outlive the first run
     for scheduler, overlaps in zip(schedulers, (False, True), strict=True):
         chosen = config(backend="fsdp", lr=1e-2, steps=STEPS, checkpoint_every=2, overlap_publish=overlaps)
         train(chosen, Path(model), Path(folder) / str(overlaps), scheduler, ranks)

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ LIMIT_S = 400.0
 @pytest.fixture
 async def runs(short_dir: Path) -> AsyncIterator[list[Run]]:
     """Two runs that keep every version."""
-    sections = {"parameters": {"store": "disk", "keep_versions": STEPS + 1}, "trainer": {"steps": STEPS}}
+    sections: dict[str, Any] = {"parameters": {"keep_versions": STEPS + 1}, "trainer": {"steps": STEPS}}
     runs = [Run(short_dir / name, **sections) for name in ("a", "b")]
     for start in (start for run in runs for start in (run.scheduler, run.trajectories, run.parameters)):
         start()
