@@ -131,17 +131,29 @@ class Critic:
     def accepted(self, groups: Sequence[StageGroup], stopping: Stopping) -> None:
         """Learn from groups of the surviving history."""
         assert self._followed, "call follow first"
+        ended = False
         for payload in [group.payload for group in groups if self._history.keeps(group.payload)]:
             position = max(self._newest, newest(payload))
             if self._changed and self._period(position) > self._period(self._newest):
                 self._save()
             self._newest, self._changed = position, True
             self._buffered.append(payload)
-            if len(self._buffered) >= self._settings.batch:
-                batch, self._buffered = self._buffered, []
-                self._learn(batch, stopping)
-                if self.steps - self._saved >= self._trainer.checkpoint_every:
-                    self._save()
+            ended = ended or not self._learn_buffered(stopping)
+        if ended:
+            raise Ended
+
+    def _learn_buffered(self, stopping: Stopping) -> bool:
+        """Take the steps that are due. Return False if the worker is stopping; the groups wait in the snapshot then."""
+        size = self._settings.batch
+        while len(self._buffered) >= size:
+            try:
+                self._learn(self._buffered[:size], stopping)
+            except Ended:
+                return False
+            del self._buffered[:size]
+            if self.steps - self._saved >= self._trainer.checkpoint_every:
+                self._save()
+        return True
 
     def close(self) -> None:
         if self._changed:

@@ -94,13 +94,15 @@ class Checkpoints:
         self.damaged: list[Damage] = []
         """The checkpoints that ``newest`` found damaged, newest first."""
 
-    def save(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
+    def save(
+        self, state: TrainerState, write: Callable[[Path], None], published: Callable[[], object] = lambda: None
+    ) -> Path:
         """Write a durable checkpoint with the files that ``write`` puts into the given directory.
 
-        Older checkpoints stay until ``tidy``. ``Overtaken``: nothing was changed.
+        Older checkpoints stay until ``tidy``. ``Overtaken``: nothing was changed. ``published`` as in ``finish``.
         """
         part = self.begin(state)
-        return self.finish(state, part, lambda: write(part))
+        return self.finish(state, part, lambda: write(part), published)
 
     def begin(self, state: TrainerState) -> Path:
         """Return a new directory for the files of a checkpoint. It is no checkpoint before ``finish``."""
@@ -109,10 +111,17 @@ class Checkpoints:
         part.mkdir()
         return part
 
-    def finish(self, state: TrainerState, part: Path, write: Callable[[], None]) -> Path:
+    def finish(
+        self,
+        state: TrainerState,
+        part: Path,
+        write: Callable[[], None],
+        published: Callable[[], object] = lambda: None,
+    ) -> Path:
         """Let ``write`` fill the directory of ``begin``, and make it a durable checkpoint. May run in another thread.
 
-        ``Overtaken`` as ``save``.
+        It is a checkpoint only after ``published``, which waits until the version is. If that raises, the directory is
+        removed. ``Overtaken`` as ``save``.
         """
         final = self.folder / str(state.version)
         with self.writing(part):
@@ -120,6 +129,12 @@ class Checkpoints:
             head = Head(schema=SCHEMA, run=self._run, state=state, files=_stored_files(part, _names(part)))
             (part / HEAD).write_bytes(seal(head))
             sync_tree(part)
+        try:
+            published()
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        with self.writing(part):
             self._replace(part, final, state.lineage)
         return final
 

@@ -9,7 +9,6 @@ the trainer is killed before, another one may publish other weights as the same 
 """
 
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -68,13 +67,8 @@ class CheckpointWriter:
                     write = self._background.begin_save(part)
             except Overtaken as error:
                 raise _fenced(error) from error
-            published = self._client.commit_result()
-
-            def write_published() -> None:
-                write()
-                _or_remove(part, published)
-
-            self._pending = _Pending(state, keep, self._in_thread(state, part, write_published))
+            done = self._in_thread(state, part, write, self._client.commit_result())
+            self._pending = _Pending(state, keep, done)
         return time.monotonic() - started
 
     def save(self, state: TrainerState, keep: int | None = None) -> float:
@@ -88,13 +82,8 @@ class CheckpointWriter:
             if keep is not None:
                 self._register(state, keep)
         else:
-
-            def write_published(part: Path) -> None:
-                self._backend.save(part)
-                _or_remove(part, self._client.finish_commit)
-
             try:
-                path = self._checkpoints.save(state, write_published)
+                path = self._checkpoints.save(state, self._backend.save, self._client.finish_commit)
             except Overtaken as error:
                 raise _fenced(error) from error
             log.info("checkpoint %s", path)
@@ -110,6 +99,8 @@ class CheckpointWriter:
         """Wait for the checkpoint in the thread and register it, or raise the error that ended it."""
         if self._pending is None:
             return
+        if not self._pending.done.done():
+            self._client.wait_published(self._pending.state.version)  # unlike the wait below, a stop ends it
         pending, self._pending = self._pending, None
         try:
             path = pending.done.result()
@@ -124,12 +115,14 @@ class CheckpointWriter:
             log.error("checkpoint of version %d not written: %r", self._pending.state.version, error)
         self._pending = None
 
-    def _in_thread(self, state: TrainerState, part: Path, write: Callable[[], None]) -> Future[Path]:
+    def _in_thread(
+        self, state: TrainerState, part: Path, write: Callable[[], None], published: Callable[[], None]
+    ) -> Future[Path]:
         done: Future[Path] = Future()
 
         def run() -> None:
             try:
-                done.set_result(self._checkpoints.finish(state, part, write))
+                done.set_result(self._checkpoints.finish(state, part, write, published))
             except BaseException as error:  # raised again in the trainer's thread
                 done.set_exception(error)
 
@@ -145,15 +138,6 @@ class CheckpointWriter:
         if oldest is not None:
             self.oldest = oldest
             self._checkpoints.tidy(state, oldest)
-
-
-def _or_remove(part: Path, published: Callable[[], object]) -> None:
-    """Wait until the version is published. If it never is, remove its checkpoint and raise the reason."""
-    try:
-        published()
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 def _fenced(error: Overtaken) -> Fenced:

@@ -185,6 +185,7 @@ class TrainerClient:
                 raise BadVersion(f"version {version} of lineage {lineage}: {refused.detail}") from refused
             raise
         self.version, self._lineage = version, lineage
+        self._published = None  # the weights of an earlier term are not those of the joined version
         return self._join_reply
 
     def publish_initial(self, weights: Mapping[str, Any] | Published) -> None:
@@ -474,6 +475,11 @@ class TrainerClient:
             self._settle()
         return self.version
 
+    def wait_published(self, version: Version) -> None:
+        """As ``finish_commit``, if ``version`` is under way."""
+        if self._publication is not None and self._publication.version <= version:
+            self.finish_commit()
+
     def cancel_commit(self) -> None:
         """Do not wait for the version of ``begin_commit`` any more: it may exist or not. Join again to find out."""
         if self._publication is not None:
@@ -545,8 +551,7 @@ class TrainerClient:
         Return the oldest version for which the run keeps payload; checkpoints before it may be deleted. Return None if
         the scheduler did not acknowledge; delete nothing then. If the version is being published, wait for that.
         """
-        if self._publication is not None and self._publication.version <= version:
-            self.finish_commit()
+        self.wait_published(version)
         request = RegisterCheckpoint(trainer_term=self._term, lineage=lineage, version=version, keep=keep)
         registered = self._send(self._scheduler.ask(request, RegisterCheckpointReply, timeout_s=None))
         return None if registered is None else registered.oldest

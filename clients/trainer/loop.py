@@ -57,6 +57,10 @@ class GaveUp(Exception):
     """The run cannot continue; the text is the reason."""
 
 
+class NotPublished(Exception):
+    """Memory ran out in the publication of the version before; the text is the error."""
+
+
 @dataclass(slots=True)
 class _Times:
     """Seconds of one step by activity. All but ``train`` are stalls."""
@@ -244,7 +248,12 @@ class TrainingLoop:
     def _before_update(self) -> None:
         """Let the step wait until the weights of the version before are read."""
         with self._blocked():
-            self._client.before_update()
+            try:
+                self._client.before_update()
+            except (MemoryError, RuntimeError) as error:
+                if out_of_memory(error):  # the step would take it for its own
+                    raise NotPublished(repr(error)) from error
+                raise
 
     @contextmanager
     def _blocked(self) -> Generator[None]:

@@ -12,10 +12,11 @@ import torch
 
 from staleflow.clients.stage.critic import Critic, explained, returns
 from staleflow.clients.stage.history import RunHistory
+from staleflow.clients.stage.model_stage import Ended
 from staleflow.clients.stage.worker import StageGroup
 from staleflow.configs import schema
 from staleflow.configs.errors import ConfigError
-from tests.clients.stage.judged import column, gae_config, going_on, group, ragged, sequences
+from tests.clients.stage.judged import asked_to_end, column, gae_config, going_on, group, ragged, sequences
 
 Make = Callable[..., Critic]
 
@@ -161,6 +162,18 @@ def test_a_restart_goes_on_as_if_there_had_been_none(critic: Make, tmp_path: Pat
         judge.accepted([group(n) for n in range(5, 8)], going_on)
     assert again.steps == 4, "the group that waited for its step was saved"
     assert values(again, ragged()) == values(straight, ragged())
+
+
+def test_a_stop_during_a_step_loses_none_of_its_groups(critic: Make, tmp_path: Path) -> None:
+    straight, stopped = critic(tmp_path / "a"), critic(tmp_path / "b")
+    straight.accepted([group(n) for n in range(4)], going_on)
+    with pytest.raises(Ended):
+        stopped.accepted([group(n) for n in range(3)], asked_to_end)
+    stopped.close()
+    again = critic(tmp_path / "b", seed=None)
+    assert again.steps == 0
+    again.accepted([group(3)], going_on)
+    assert (again.steps, values(again, ragged())) == (2, values(straight, ragged()))
 
 
 def test_a_killed_critic_goes_on_from_its_last_checkpoint(critic: Make, tmp_path: Path) -> None:

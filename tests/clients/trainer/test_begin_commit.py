@@ -5,17 +5,22 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
+from staleflow.clients.trainer.checkpoint_writer import CheckpointWriter
 from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.net.errors import Unavailable
 from staleflow.process.readiness import SLOT_VARIABLE
 from staleflow.protocols.consistency.ids import GroupId, Version
 from tests.clients.trainer.service import Service, serving
 from tests.clients.trainer.test_client import joined, same
+from tests.clients.trainer.test_overlap import Saving
 
 LIMIT_S = 60.0
 
@@ -204,6 +209,23 @@ def test_a_stop_request_leaves_the_version_time_to_be_published(service: Service
         trainer.interrupt()
         assert trainer.finish_commit() == int(ahead.step)
     assert sha(service, ahead.step) == expected_sha(ahead.step)
+
+
+def test_a_stop_ends_the_wait_for_a_checkpoint_whose_version_does_not_come(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("staleflow.clients.trainer.client.COMMIT_TIMEOUT_S", 0.2)
+    with joined(service) as trainer:
+        _, ahead, _ = begun(trainer, service)
+        state = TrainerState(lineage=ahead.lineage, version=Version(ahead.step))
+        checkpoints = Checkpoints(tmp_path, run=trainer.run, keep=1)
+        writer = CheckpointWriter(checkpoints, trainer, Saving(), asynchronous=True)
+        writer.start(state, keep=1)
+        trainer.interrupt()
+        with pytest.raises(Unavailable, match="stop requested while a version was being published"):
+            writer.save(state)
+        writer.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_metrics_of_a_step_follow_its_version_with_the_numbers_of_the_scheduler(service: Service) -> None:

@@ -152,6 +152,25 @@ def test_a_run_goes_back_to_an_older_kept_checkpoint_whose_weights_are_published
     assert [batch.step for batch in again] == [older, older + 1, older + 2]
 
 
+def test_a_trainer_that_joins_again_publishes_no_later_weights_as_the_joined_version(service: Service) -> None:
+    with joined(service) as trainer:
+        seen = train(trainer, trainer.version + 6)
+        lineage, older = seen[0].lineage, Version(seen[0].step + 1)
+        assert trainer.checkpointed(lineage, older) == older
+        assert trainer.checkpointed(lineage, Version(older + 2), keep=2) == older
+        train(trainer, trainer.version + 2)
+        file = service.run_dir / "parameters" / f"{lineage}-{older}.bin"
+        deadline = time.monotonic() + 30.0
+        while file.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        trainer.join(lineage, older)
+        trainer._republish_damaged()  # pyright: ignore[reportPrivateUsage]
+        assert not file.exists()
+        trainer.holds(weights(older))
+        assert file.exists()
+
+
 def test_the_older_of_two_trainers_is_fenced_on_everything_it_does(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,9 @@ class Told:
     def finish_commit(self) -> None:
         pass
 
+    def wait_published(self, version: int) -> None:
+        pass
+
     def commit_result(self) -> Callable[[], None]:
         return self.finish_commit
 

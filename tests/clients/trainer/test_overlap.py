@@ -1,5 +1,6 @@
 """The training loop publishes a version while the next step trains, and no version has bytes of another one."""
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from staleflow.clients.trainer.backends.base import StepResult, Stopping, Weight
 from staleflow.clients.trainer.backends.tensors import to_arrays
 from staleflow.clients.trainer.client import BadVersion
 from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.loop import NotPublished
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.protocols.consistency.ids import Step, Version
 from tests.clients.trainer.making import batch, config
@@ -23,10 +25,13 @@ LIMIT_S = 30.0
 
 class Reading(Told):
     """A service that reads the weights of a version only when it has to: before they change, or before it is asked to
-    finish. It takes ``read_s`` for that, and refuses version ``revoked``."""
+    finish. It takes ``read_s`` for that, and refuses version ``revoked`` with ``error``."""
 
-    def __init__(self, *, read_s: float = 0.0, revoked: int = -1, batches: int = 99) -> None:
+    def __init__(
+        self, *, read_s: float = 0.0, revoked: int = -1, batches: int = 99, error: Exception | None = None
+    ) -> None:
         super().__init__(batches=batches)
+        self._error = error or BadVersion(f"version {revoked} is void")
         self.begun: Weights | None = None
         self.under_way = -1
         self._read_s, self._revoked = read_s, revoked
@@ -45,10 +50,14 @@ class Reading(Told):
             return
         weights, self.begun = self.begun, None
         if self.under_way == self._revoked:
-            raise BadVersion(f"version {self.under_way} is void")
+            raise self._error
         time.sleep(self._read_s)
         self.published.append((self.under_way, weights["w"].tolist()))
         self._published.set()
+
+    def wait_published(self, version: int) -> None:
+        if self.under_way <= version:
+            self.finish_commit()
 
     def commit_result(self) -> Callable[[], None]:
         version = self.under_way
@@ -56,7 +65,7 @@ class Reading(Told):
 
         def wait() -> None:
             if version == self._revoked:
-                raise BadVersion(f"version {version} is void")
+                raise self._error
             assert self._published.wait(LIMIT_S)
 
         return wait
@@ -123,11 +132,12 @@ def test_a_backend_that_cannot_wait_before_its_update_publishes_before_the_next_
 
 
 @pytest.mark.parametrize("backend", [Live, Saving])
+@pytest.mark.parametrize("error", [BadVersion("version 4 is void"), RuntimeError("rank 1: KeyError('lm_head')")])
 def test_the_checkpoint_of_a_version_that_is_never_published_does_not_exist(
-    tmp_path: Path, backend: Callable[[], Live]
+    tmp_path: Path, backend: Callable[[], Live], error: Exception
 ) -> None:
-    client = Reading(revoked=4)
-    with pytest.raises(BadVersion, match="version 4 is void"):
+    client = Reading(revoked=4, error=error)
+    with pytest.raises(type(error), match=re.escape(str(error))):
         loop(tmp_path, client, backend()).run()
     assert kept(tmp_path) == [2]
     assert [path.name for path in tmp_path.iterdir()] == ["2"]
@@ -209,6 +219,24 @@ def test_a_torch_step_whose_publication_has_failed_changes_nothing(model_directo
     with pytest.raises(BadVersion, match="version 4 is void"):
         trainer.train(batch(0), Step(0), lambda: False)
     assert all(np.array_equal(array, before[name]) for name, array in trainer.weights().items())
+
+
+class Whole(TorchTrainer):
+    """Publishes all weights as one array, as the scripted service expects."""
+
+    def weights(self) -> Weights:
+        return {"w": np.concatenate([np.ravel(array) for _, array in super().weights().items()])}
+
+
+def test_memory_that_a_publication_lacks_is_not_taken_for_that_of_the_step(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    """Half of ``micro_tokens`` would not help, and the version would never exist."""
+    client, chosen = Reading(revoked=1, error=MemoryError("no room")), config(steps=3, minibatches=2)
+    with pytest.raises(NotPublished, match=r"MemoryError\('no room'\)"):
+        loop(tmp_path, client, Whole(chosen, model_directory), chosen).run()
+    assert [version for version, _ in client.published] == [0]
+    assert client.told == [("join", 0, 0)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
