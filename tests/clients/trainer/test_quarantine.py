@@ -245,7 +245,8 @@ def test_every_rank_trains_the_batch_that_is_sealed_instead(tmp_path: Path, step
     first, second = Choosy(11), Choosy(11)
     with Foreign(tmp_path, sealed, world=2) as client, Foreign(tmp_path, sealed, rank=1, world=2) as other:
         followed = FollowerBatches(other, 2, streaming=stepping is streamed)
-        thread = threading.Thread(target=follow, args=(second, Ranks(room, 1), followed, going_on), daemon=True)
+        following = (second, Ranks(room, 1), followed, going_on, other.write_spans)
+        thread = threading.Thread(target=follow, args=following, daemon=True)
         thread.start()
         leader = Leader(first, Ranks(room, 0), lambda: client.current_term)
         client.same, client.share = leader.same, leader.share

@@ -169,7 +169,8 @@ def test_no_rank_takes_a_step_with_a_batch_that_was_taken_back_while_it_lay_read
     first, second = Recorded(together=True), Recorded(together=True)
     with Trainer(tmp_path, sealed, world=2) as trainer, Trainer(tmp_path, sealed, rank=1, world=2) as other:
         followed = FollowerBatches(other, 2, streaming=stepping is streamed)
-        thread = threading.Thread(target=follow, args=(second, Ranks(room, 1), followed, lambda: False), daemon=True)
+        following = (second, Ranks(room, 1), followed, lambda: False, other.write_spans)
+        thread = threading.Thread(target=follow, args=following, daemon=True)
         thread.start()
         leader = Leader(first, Ranks(room, 0), lambda: trainer.current_term)
         trainer.same, trainer.share = leader.same, leader.share
