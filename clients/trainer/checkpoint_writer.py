@@ -19,7 +19,8 @@ from pathlib import Path
 
 from staleflow.clients.trainer.backends.base import AsyncBackend, Backend
 from staleflow.clients.trainer.checkpoint import Checkpoints, Overtaken, TrainerState
-from staleflow.clients.trainer.client import Fenced, TrainerClient
+from staleflow.clients.trainer.client import TrainerClient
+from staleflow.clients.trainer.errors import fenced
 from staleflow.protocols.consistency.ids import Version
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class CheckpointWriter:
                 with self._checkpoints.writing(part):
                     write = self._background.begin_save(part)
             except Overtaken as error:
-                raise _fenced(error) from error
+                raise fenced(error) from error
             published = self._client.commit_result()
 
             def write_published() -> None:
@@ -96,7 +97,7 @@ class CheckpointWriter:
             try:
                 path = self._checkpoints.save(state, write_published)
             except Overtaken as error:
-                raise _fenced(error) from error
+                raise fenced(error) from error
             log.info("checkpoint %s", path)
             self._register(state, keep)
         return time.monotonic() - started
@@ -114,7 +115,7 @@ class CheckpointWriter:
         try:
             path = pending.done.result()
         except Overtaken as error:
-            raise _fenced(error) from error
+            raise fenced(error) from error
         log.info("checkpoint %s", path)
         self._register(pending.state, pending.keep)
 
@@ -154,7 +155,3 @@ def _or_remove(part: Path, published: Callable[[], object]) -> None:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-
-
-def _fenced(error: Overtaken) -> Fenced:
-    return Fenced(f"another trainer has joined the run, this one stops ({error})")

@@ -36,10 +36,11 @@ from staleflow.clients.trainer.backends.base import (
 )
 from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
 from staleflow.clients.trainer.checkpoint_writer import CheckpointWriter
-from staleflow.clients.trainer.client import BadVersion, TrainerClient
+from staleflow.clients.trainer.client import TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.prefetch import NoBatch
 from staleflow.clients.trainer.drift import DriftWatch
+from staleflow.clients.trainer.errors import BadVersion
 from staleflow.clients.trainer.samples import Samples
 from staleflow.clients.trainer.steps import ComputedStep, Steps
 from staleflow.configs.errors import ConfigError

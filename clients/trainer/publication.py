@@ -13,6 +13,8 @@ from typing import Any
 from staleflow.clients.background import Cancellable
 from staleflow.clients.trainer.backends.base import Published
 from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.errors import raise_refusal
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.messages import Batch
 
@@ -27,6 +29,8 @@ class Publication:
     """The batch that it consumes."""
     weights: Mapping[str, Any] | Published | None
     """The weights, for as long as they have the bytes of this version; then None."""
+    gathered: bool
+    """The weights are gathered during the iteration, which the next step would disturb."""
     read: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the weights are not read any more: they may change."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -69,3 +73,10 @@ class Publication:
     def join(self) -> None:
         """Wait for the end, in any thread."""
         self._ended.wait()
+
+    def raise_error(self) -> None:
+        """Raise the error that ended it, if any, as ``TrainerClient.commit`` raises it."""
+        if isinstance(self.error, Refused):
+            raise_refusal(self.error, self.version, self.batch)
+        if self.error is not None:
+            raise self.error

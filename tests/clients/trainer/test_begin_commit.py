@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
+from staleflow.clients.trainer.client import TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.errors import BadVersion, Fenced
 from staleflow.process.readiness import SLOT_VARIABLE
 from staleflow.protocols.consistency.ids import GroupId, Version
 from tests.clients.trainer.service import Service, serving

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from staleflow.clients.trainer.backends.base import Stopped
-from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
+from staleflow.clients.trainer.client import TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.errors import BadVersion, Fenced
 from staleflow.configs.errors import ConfigError
 from staleflow.process.readiness import SLOT_VARIABLE
 from staleflow.protocols.consistency.ids import Lineage, Version

@@ -236,7 +236,7 @@ def test_the_step_is_taken_with_the_batch_that_is_sealed_instead(tmp_path: Path,
         for _ in stepping(Choosy(21))(client, 3, going_on):
             client.commit(WEIGHTS)
     assert sealed.reported == [21]
-    assert client.published == [(1, 1), (2, 7), (3, 3)]
+    assert client.commits.published == [(1, 1), (2, 7), (3, 3)]
 
 
 @pytest.mark.parametrize("stepping", STEPPING)
@@ -283,7 +283,7 @@ def test_a_group_beyond_the_models_vocabulary_is_given_to_no_backend(tmp_path: P
         for _ in stepping(backend)(client, 2, going_on):
             client.commit(WEIGHTS)
     assert sealed.reported == [12, 21]
-    assert client.published == [(1, 6), (2, 7)]
+    assert client.commits.published == [(1, 6), (2, 7)]
 
 
 def test_a_rank_above_0_that_is_refused_a_batch_for_good_tells_the_run_and_ends_the_step(tmp_path: Path) -> None:
