@@ -382,7 +382,7 @@ class TrainerClient:
         return self.version
 
     def begin_commit(self, weights: Mapping[str, Any] | Published) -> Version:
-        """Start to publish the weights trained on the current batch; return the version that they will be.
+        """Start to publish the weights trained on the current batch; return the version that they become.
 
         As ``commit``, but the next step may be trained meanwhile, if ``max_staleness`` is at least 1. One version is
         published at a time: this call waits for the one before. An error of the publication is raised by one of the
@@ -414,7 +414,7 @@ class TrainerClient:
         return self.version
 
     def cancel_commit(self) -> None:
-        """Do not wait for the version of ``begin_commit`` any more: it may exist or not. Join again to find out."""
+        """Stop waiting for the version of ``begin_commit``, which may exist or not; ``join`` finds out."""
         self._commits.cancel()
 
     def commit_result(self) -> Callable[[], None]:

@@ -237,13 +237,13 @@ class TrainingLoop:
         """Publish the weights of the trained step, or start to."""
         with self._blocked():
             if self._overlaps:
-                self._client.finish_commit()  # ``weights`` may reuse the memory of the version before
+                self._client.finish_commit()  # ``weights`` may reuse the memory of the previous version
                 self._client.begin_commit(self._backend.weights())
             else:
                 self._client.commit(self._backend.weights())
 
     def _before_update(self) -> None:
-        """Let the step wait until the weights of the version before are read."""
+        """Wait until the weights of the previous version may change."""
         with self._blocked():
             self._client.before_update()
 

@@ -21,7 +21,7 @@ from staleflow.protocols.wire.messages import Batch
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Publication:
-    """One version on its way. ``run`` runs on the client's loop; the trainer's thread reads the flags."""
+    """One version and its outcome. ``run`` runs on the client's loop; the trainer's thread reads the flags."""
 
     lineage: Lineage
     version: Version
@@ -30,9 +30,9 @@ class Publication:
     weights: Mapping[str, Any] | Published | None
     """The weights, for as long as they have the bytes of this version; then None."""
     gathered: bool
-    """The weights are gathered during the iteration, which the next step would disturb."""
+    """True if the weights are gathered during the iteration, which must end before the next step."""
     read: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the weights are not read any more: they may change."""
+    """Set once the weights are no longer read, so that they may change."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the version is registered, or never will be."""
     error: BaseException | None = None
