@@ -56,6 +56,18 @@ async def until_stop(
         task.cancel()
 
 
+async def within(seconds: float, call: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of ``call``; cancel it and return None after ``seconds``."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await call
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return None
+
+
 class LoopThread:
     """An event loop in its own thread, for a blocking caller."""
 

@@ -415,8 +415,8 @@ class Rollout(Section, frozen=True, kw_only=True):
     else ``none``."""
     weights_from: Literal["server", "mirror"] = "server"
     """Source of new versions for workers that cannot map the file of the parameter server. ``server``: the parameter
-    server, or a relay. ``mirror``: the store of ``parameters.mirror``; while that does not have a version, or is slow
-    or broken, as with ``server``."""
+    server, or a relay. ``mirror``: the store of ``parameters.mirror``, and ``server`` while it lacks the version, is
+    slow or fails."""
     threads: Threads = 0
     """Number of torch threads of an instance. 0: its share of the cores, see ``trainer.threads``."""
     pool: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])

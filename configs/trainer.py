@@ -144,9 +144,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     overlap_publish: bool = True
     """Train the next step while a version is being published. The step waits only before its optimizer changes weights
     that are still read. Needs ``staleness.max_staleness`` of at least 1 to save time; with 0 no batch comes before the
-    version is published. Weights of a GPU are copied to main memory first, as are, on rank 0, those of ``fsdp`` and of
-    ZeRO-3; without room for the copy, training waits. A kill meanwhile costs the step whose version was not published.
-    False: training waits until each version is stored."""
+    version is published. Weights of a GPU are copied to main memory first; with ``fsdp`` and ZeRO-3 each rank copies
+    its part. Without room for the copy, training waits. A kill meanwhile costs the step whose version was not
+    published. False: training waits until each version is stored."""
     keep_checkpoints: Positive = 2
     """Number of newest checkpoints to keep; version 0 is the first. If the newest one is damaged, the run resumes from
     the one before; 1 leaves no fallback. Costs disk for as many checkpoints, and for the payload of `keep_checkpoints`

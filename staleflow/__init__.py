@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from staleflow.clients.stage.client import AsyncStageClient, StageClient, StageError
     from staleflow.clients.stage.worker import StageGroup
     from staleflow.clients.trainer.async_client import AsyncTrainerClient
-    from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
+    from staleflow.clients.trainer.client import TrainerClient
     from staleflow.clients.trainer.data.prefetch import NoBatch
+    from staleflow.clients.trainer.errors import BadVersion, Fenced
     from staleflow.clients.weights import PulledVersion, external
     from staleflow.clients.weights.download import fetch_weights
     from staleflow.configs.errors import ConfigError
@@ -65,7 +66,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_TRAINER, _ERRORS = "staleflow.clients.trainer.client", "staleflow.net.errors"
+_TRAINER, _ERRORS = "staleflow.clients.trainer", "staleflow.net.errors"
 _ROLLOUT, _STAGE = "staleflow.clients.rollout", "staleflow.clients.stage"
 _MESSAGES, _PROMPTS = "staleflow.protocols.wire.messages", "staleflow.clients.prompt_client"
 _ELSEWHERE = {
@@ -75,8 +76,8 @@ _ELSEWHERE = {
     "PromptError": _PROMPTS,
     "Outcome": _MESSAGES,
     "RowResult": _MESSAGES,
-    "BadVersion": _TRAINER,
-    "Fenced": _TRAINER,
+    "BadVersion": f"{_TRAINER}.errors",
+    "Fenced": f"{_TRAINER}.errors",
     "InstanceStats": _MESSAGES,
     "Lease": f"{_ROLLOUT}.samples",
     "LeaseError": f"{_ROLLOUT}.samples",
@@ -85,7 +86,7 @@ _ELSEWHERE = {
     "PulledVersion": "staleflow.clients.weights",
     "RolloutClient": f"{_ROLLOUT}.client",
     "AsyncStageClient": f"{_STAGE}.client",
-    "AsyncTrainerClient": "staleflow.clients.trainer.async_client",
+    "AsyncTrainerClient": f"{_TRAINER}.async_client",
     "external": "staleflow.clients.weights",
     "fetch_weights": "staleflow.clients.weights.download",
     "StageClient": f"{_STAGE}.client",
@@ -93,8 +94,8 @@ _ELSEWHERE = {
     "StageGroup": f"{_STAGE}.worker",
     "Sample": f"{_ROLLOUT}.samples",
     "Sampling": f"{_ROLLOUT}.engines.base",
-    "NoBatch": "staleflow.clients.trainer.data.prefetch",
-    "TrainerClient": _TRAINER,
+    "NoBatch": f"{_TRAINER}.data.prefetch",
+    "TrainerClient": f"{_TRAINER}.client",
     "Refused": _ERRORS,
     "Unavailable": _ERRORS,
 }

@@ -118,7 +118,7 @@ async def _ignore(_: SchedulerStatus) -> None:
 
 
 def _follow(stage: Stage) -> Callable[[SchedulerStatus], Awaitable[None]]:
-    """Return what a stage does with each status of the run."""
+    """Return the function that a stage calls with each status of the run."""
     if not isinstance(stage, FollowingStage):
         return _ignore
     return lambda status: stage.follow(RunHistory.of(status))

@@ -111,8 +111,8 @@ class FollowingStage(ModelStage[Follower]):
         await super().accepted(groups)
 
     async def _catch_up(self, groups: Sequence[StageGroup]) -> None:
-        """Wait until the judge follows the lineage of these groups. Their tokens may be known before the rollback is:
-        the worker polls the scheduler."""
+        """Wait until the judge follows the lineage of these groups. They may arrive before the rollback is
+        known, because the worker polls the scheduler."""
         lineage = max((newest(group.payload)[0] for group in groups), default=0)
         while self._history is None or self._history.lineage < lineage:
             self._followed.clear()

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from staleflow.clients.trainer.backends.base import AsyncBackend, Backend
 from staleflow.clients.trainer.checkpoint import Checkpoints, Overtaken, TrainerState
-from staleflow.clients.trainer.client import Fenced, TrainerClient
+from staleflow.clients.trainer.client import TrainerClient
+from staleflow.clients.trainer.errors import fenced
 from staleflow.protocols.consistency.ids import Version
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class CheckpointWriter:
                 with self._checkpoints.writing(part):
                     write = self._background.begin_save(part)
             except Overtaken as error:
-                raise _fenced(error) from error
+                raise fenced(error) from error
             done = self._in_thread(state, part, write, self._client.commit_result())
             self._pending = _Pending(state, keep, done)
         return time.monotonic() - started
@@ -85,7 +86,7 @@ class CheckpointWriter:
             try:
                 path = self._checkpoints.save(state, self._backend.save, self._client.finish_commit)
             except Overtaken as error:
-                raise _fenced(error) from error
+                raise fenced(error) from error
             log.info("checkpoint %s", path)
             self._register(state, keep)
         return time.monotonic() - started
@@ -105,7 +106,7 @@ class CheckpointWriter:
         try:
             path = pending.done.result()
         except Overtaken as error:
-            raise _fenced(error) from error
+            raise fenced(error) from error
         log.info("checkpoint %s", path)
         self._register(pending.state, pending.keep)
 
@@ -138,7 +139,3 @@ class CheckpointWriter:
         if oldest is not None:
             self.oldest = oldest
             self._checkpoints.tidy(state, oldest)
-
-
-def _fenced(error: Overtaken) -> Fenced:
-    return Fenced(f"another trainer has joined the run, this one stops ({error})")

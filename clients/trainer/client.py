@@ -23,25 +23,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 from staleflow.clients.attachment import attach
-from staleflow.clients.background import Background, Cancellable, LoopThread
+from staleflow.clients.background import Background, Cancellable, LoopThread, within
 from staleflow.clients.trainer.backends.base import Published, Stopped
+from staleflow.clients.trainer.commits import STATUS_TIMEOUT_S, Commits
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.micro_batches import MicroBatch, MicroBatchStream
 from staleflow.clients.trainer.data.prefetch import BatchStream, Drained
+from staleflow.clients.trainer.errors import BadVersion, fenced, raise_refusal
 from staleflow.clients.trainer.publication import Publication
 from staleflow.clients.weights import Publisher, external
 from staleflow.clients.weights.sharded import RankUpload, Spans
-from staleflow.configs.errors import ConfigError
 from staleflow.net.client import Client, worker_id
 from staleflow.net.errors import Refused, Unavailable
 from staleflow.net.permissions import Role
 from staleflow.net.security import client_sockets
 from staleflow.net.transport import Transport
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step, TrainerTerm, Version
+from staleflow.protocols.consistency.ids import GroupId, Lineage, Step, TrainerTerm, Version
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import (
     Attach,
@@ -66,11 +67,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-COMMIT_TIMEOUT_S = 5.0
-"""Maximum duration of a commit in progress after a stop request."""
 CROWDED_FRACTION = 0.5
 """Fraction of a trajectory server's map above which consumed payload should be freed, which needs a checkpoint."""
-STATUS_TIMEOUT_S = 1.0
 POLL_INTERVAL_S = 5.0
 """Wait for a batch after which the newest version is checked for damage."""
 MIN_WAIT_S = 0.02
@@ -79,14 +77,6 @@ METRICS_TIMEOUT_S = 30.0
 PUBLISH_TOTAL = "time/publish_total"
 SEND_TIMEOUT_S = 1.0
 """Maximum duration of all other messages after a stop request."""
-
-
-class Fenced(Exception):
-    """Another trainer has joined the run; this one must stop."""
-
-
-class BadVersion(Exception):
-    """The run rejects these weights and everything derived from them; the text is the reason."""
 
 
 class TrainerClient:
@@ -123,19 +113,9 @@ class TrainerClient:
         self._transport = transport or client_sockets(None, Role.TRAINER)
         self._scheduler = Client(scheduler, worker=self.worker, transport=self._transport)
         self._shards: list[Client] = []
-        self._publisher: Publisher | None = None
         self._direct = direct
         self._join_reply: JoinReply | None = None
-        self.version = Version(0)
-        """Version of the trainer's weights, as known to the run."""
-        self._lineage = Lineage(0)
-        """Lineage of that version; the run's own lineage is higher after a rollback."""
-        self._published: tuple[Mapping[str, Any] | Published, BatchId | None] | None = None
-        """The weights of ``version`` and the batch that produced them, while they have the bytes of that version."""
-        self._publication: Publication | None = None
-        """The version after ``version``, while it is being published."""
-        self._publish_s: float | None = None
-        """Duration of the last publication, until it is sent with the metrics of its step."""
+        self._commits = Commits(self._thread)
         self._reported: asyncio.Event | None = None
         """Set once the metrics that follow a publication are sent."""
         self._uncommitted: deque[TrainBatch | Batch] = deque()
@@ -155,6 +135,11 @@ class TrainerClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def version(self) -> Version:
+        """Version of the trainer's weights, as known to the run."""
+        return self._commits.version
+
     def attach(self) -> AttachReply:
         """Attach to the run and wait for its servers. ``join`` attaches if necessary."""
         request = Attach(
@@ -163,7 +148,7 @@ class TrainerClient:
         attached = self._wait(attach(self._scheduler, request, parameters=True))
         self.run = attached.run
         self._shards = [Client(endpoint, worker=self.worker, transport=self._transport) for endpoint in attached.shards]
-        self._publisher = Publisher(
+        self._commits.publisher = Publisher(
             attached.parameters, worker=self.worker, transport=self._transport, direct=self._direct
         )
         return attached
@@ -174,8 +159,8 @@ class TrainerClient:
         From an older version, the run rolls back to it. The reply's version is -1 while nothing is published; call
         ``publish_initial`` next. ``BadVersion`` if the run cannot continue from there.
         """
-        self._forget_publication()
-        if self._publisher is None:
+        self._commits.forget()
+        if self._commits.publisher is None:
             self.attach()
         request = Join(trainer=self.worker, lineage=lineage, version=version, model=self.model)
         try:
@@ -184,21 +169,20 @@ class TrainerClient:
             if refused.code is Code.BAD_VERSION:
                 raise BadVersion(f"version {version} of lineage {lineage}: {refused.detail}") from refused
             raise
-        self.version, self._lineage = version, lineage
-        self._published = None  # the weights of an earlier term are not those of the joined version
+        self._commits.joined(lineage, version)
         return self._join_reply
 
     def publish_initial(self, weights: Mapping[str, Any] | Published) -> None:
         """Publish version 0, which starts rollout."""
-        self._publish(weights, self._new_lineage, Version(0), None)
+        self._commits.publish(weights, self._term, self._new_lineage, Version(0), None)
 
     def holds(self, weights: Mapping[str, Any] | Published) -> None:
         """Provide the weights of the joined version, which are published again if the parameter server lacks them.
 
         The server deletes the versions of all checkpoints but the newest, while rollout waits for the joined version.
         """
-        self._published = weights, None
-        self._republish_damaged()
+        self._commits.holds(weights)
+        self._commits.republish_damaged(self._term)
 
     def batches(self, steps: int, *, ahead: bool = False) -> Generator[TrainBatch]:
         """Yield the batch of every step up to ``steps``, prefetching one; each must be committed before the next.
@@ -297,7 +281,7 @@ class TrainerClient:
     @property
     def _next_step(self) -> Version:
         """The first step whose batch the caller does not have."""
-        return Version(self.version + (self._publication is not None) + len(self._uncommitted))
+        return Version(self.version + (self._commits.publication is not None) + len(self._uncommitted))
 
     def _pop_void(self) -> bool:
         void, self._void = self._void, False
@@ -327,16 +311,16 @@ class TrainerClient:
         An error of the publication under way is raised as soon as it is known.
         """
         while True:
-            publication = self._publication
+            publication = self._commits.publication
             if publication is None:
                 item = self._wait(within(POLL_INTERVAL_S, coming()))
             else:
                 item = self._wait(within(POLL_INTERVAL_S, self._until_published(publication, coming())))
-            self._settle()
+            self._commits.settle()
             if item is not None:
                 return item
-            if publication is self._publication:  # it waited for the whole interval
-                self._republish_damaged()
+            if publication is self._commits.publication:  # it waited for the whole interval
+                self._commits.republish_damaged(self._term)
                 self.on_wait()
 
     async def _until_published(self, publication: Publication, call: Coroutine[Any, Any, T]) -> T | None:
@@ -361,29 +345,6 @@ class TrainerClient:
         request = GetBatch(trainer_term=self._term, step=Step(step), rank=self._place[0], waiting=True)
         with suppress(Refused, ProtocolError):
             await self._scheduler.call(request, timeout_s=None)
-
-    def _republish_damaged(self) -> None:
-        """Publish the newest version again if its bytes were lost or damaged, and this process still has them.
-
-        It does not while the next version is being published: that one replaces it, and needs no rollout.
-        """
-        assert self._publisher is not None
-        if self._publication is not None:
-            return
-        lineage, version = self._lineage, self.version
-        check = within(STATUS_TIMEOUT_S, self._publisher.damaged(lineage, version))
-        if not self._wait(check) or self._published is None:
-            return
-        weights, batch = self._published
-        log.warning(
-            "version %d of lineage %d is lost or damaged at the parameter server: published again", version, lineage
-        )
-        try:
-            self._publish(weights, lineage, version, batch)
-        except Refused as refused:
-            if refused.code is not Code.CONFLICT:
-                raise
-            log.error("version %d cannot be published again: %s", version, refused.detail)
 
     def _stream(self, term: TrainerTerm) -> BatchStream:
         rank, world = self._place
@@ -412,17 +373,16 @@ class TrainerClient:
         """
         self.finish_commit()
         batch = self._oldest_uncommitted()
+        version = Version(batch.step + 1)
         try:
-            self._publish(weights, self._new_lineage, Version(batch.step + 1), batch.batch)
+            self._commits.publish(weights, self._term, self._new_lineage, version, batch.batch)
         except Refused as refused:
-            if refused.code is not Code.BAD_VERSION:
-                raise
-            raise _revoked(refused, batch) from refused
+            raise_refusal(refused, version, batch)
         self._uncommitted.popleft()
         return self.version
 
     def begin_commit(self, weights: Mapping[str, Any] | Published) -> Version:
-        """Start to publish the weights trained on the current batch; return the version that they will be.
+        """Start to publish the weights trained on the current batch; return the version that they become.
 
         As ``commit``, but the next step may be trained meanwhile, if ``max_staleness`` is at least 1. One version is
         published at a time: this call waits for the one before. An error of the publication is raised by one of the
@@ -432,26 +392,10 @@ class TrainerClient:
         them. Tensors of a GPU, and weights that are gathered during the iteration, are copied before this call returns.
         """
         self.finish_commit()
-        batch = self._oldest_uncommitted()
-        assert self._publisher is not None
-        publication = Publication(
-            lineage=self._new_lineage, version=Version(batch.step + 1), batch=batch, weights=weights
-        )
-        given = as_weights(weights)
-        publish = self._publisher.publish(
-            given,
-            trainer_term=self._term,
-            lineage=publication.lineage,
-            version=publication.version,
-            batch=batch.batch,
-            released=publication.read.set,
-        )
+        publication = self._commits.begin(weights, self._term, self._new_lineage, self._oldest_uncommitted())
         self._uncommitted.popleft()
-        self._published = None  # the weights are those of the next version
-        self._publication, self._publish_s = publication, None
-        publication.started(self._thread.start(publication.run(publish)))
-        if not isinstance(given, Mapping):
-            self._wait_for(publication, publication.read)
+        if publication.gathered:
+            self._commits.wait_read(publication)
         return publication.version
 
     def before_update(self) -> None:
@@ -459,77 +403,33 @@ class TrainerClient:
 
         From then on this process cannot publish its newest version again: it has other bytes.
         """
-        if (publication := self._publication) is not None:
-            self._wait_for(publication, publication.read)
-            publication.weights = None
-            self._settle()
-        self._published = None
+        self._commits.before_update()
 
     def finish_commit(self) -> Version:
         """Wait until the version of ``begin_commit`` is stored, and return the newest version. Raise as ``commit``.
 
         No effect without a version under way.
         """
-        if (publication := self._publication) is not None:
-            self._wait_for(publication, publication.done)
-            self._settle()
+        self._commits.finish()
         return self.version
 
     def wait_published(self, version: Version) -> None:
         """As ``finish_commit``, if ``version`` is under way."""
-        if self._publication is not None and self._publication.version <= version:
+        if version > self.version:
             self.finish_commit()
 
     def cancel_commit(self) -> None:
-        """Do not wait for the version of ``begin_commit`` any more: it may exist or not. Join again to find out."""
-        if self._publication is not None:
-            self._publication.cancel(Stopped())
-            self._publication = None
+        """Stop waiting for the version of ``begin_commit``, which may exist or not; ``join`` finds out."""
+        self._commits.cancel()
 
     def commit_result(self) -> Callable[[], None]:
         """Return a function for any thread that waits for the version under way, and raises as ``finish_commit``."""
-        publication = self._publication
-
-        def wait() -> None:
-            if publication is not None:
-                publication.join()
-                _raise_error(publication)
-
-        return wait
+        return self._commits.result()
 
     def _oldest_uncommitted(self) -> TrainBatch | Batch:
         if not self._uncommitted:
             raise RuntimeError("there is no batch to commit")
         return self._uncommitted[0]
-
-    def _wait_for(self, publication: Publication, event: asyncio.Event) -> None:
-        """Wait for an event of a publication. ``Unavailable`` a while after a stop request, which cancels it."""
-        if event.is_set():  # waiting for it would still cost two changes of threads
-            return
-        try:
-            self._wait(event.wait(), grace_s=COMMIT_TIMEOUT_S, late=self._not_in_time)
-        except Unavailable as error:
-            publication.cancel(error)
-            self._publication = None
-            raise
-
-    def _settle(self) -> None:
-        """Count the version of a publication that has ended, or raise the error that ended it."""
-        publication = self._publication
-        if publication is None or not publication.done.is_set():
-            return
-        self._publication = None
-        _raise_error(publication)
-        self.version, self._lineage = publication.version, publication.lineage
-        self._publish_s = publication.seconds
-        if publication.weights is not None:
-            self._published = publication.weights, publication.batch.batch
-
-    def _forget_publication(self) -> None:
-        """Wait for the publication of an earlier term. Its outcome does not matter: the scheduler knows it."""
-        if (publication := self._publication) is not None:
-            self._wait_for(publication, publication.done)
-            self._publication = None
 
     def commit_external(self, digest: str) -> Version:
         """Like ``commit``, for weights that reach the engines the user's own way: readers get ``digest`` instead.
@@ -541,9 +441,7 @@ class TrainerClient:
 
     def write_spans(self, to: BeginPublishReply, weights: Spans) -> RankUpload:
         """Upload this rank's part of a version that rank 0 has begun, and return what to report to it. Thread-safe."""
-        assert self._publisher is not None
-        writing = self._publisher.write_spans(to, weights)
-        return self._wait(writing, grace_s=COMMIT_TIMEOUT_S, late=self._not_in_time)
+        return self._commits.write_spans(to, weights)
 
     def checkpointed(self, lineage: Lineage, version: Version, *, keep: int = 1) -> Version | None:
         """Register a checkpoint: the trainer can resume from it, and from the ``keep`` - 1 registered before it.
@@ -581,10 +479,10 @@ class TrainerClient:
         adds its own numbers of a step once the step's version is published.
         """
         message = Metrics(worker=self.worker, step=step, values=dict(values))
-        if self._publish_s is not None:
-            message.values.setdefault(PUBLISH_TOTAL, self._publish_s)
-            self._publish_s = None
-        if (publication := self._publication) is None:
+        if self._commits.publish_s is not None:
+            message.values.setdefault(PUBLISH_TOTAL, self._commits.publish_s)
+            self._commits.publish_s = None
+        if (publication := self._commits.publication) is None:
             self._send(self._scheduler.ask(message, Done, timeout_s=METRICS_TIMEOUT_S))
             return
         self._reported = asyncio.Event()
@@ -650,31 +548,6 @@ class TrainerClient:
             raise RuntimeError("join first")
         return self._join_reply.trainer_term
 
-    def _publish(
-        self, weights: Mapping[str, Any] | Published, lineage: Lineage, version: Version, batch: BatchId | None
-    ) -> None:
-        assert self._publisher is not None
-        publish = self._publisher.publish(
-            as_weights(weights),
-            trainer_term=self._term,
-            lineage=lineage,
-            version=version,
-            batch=batch,
-        )
-        try:
-            self._wait(publish, grace_s=COMMIT_TIMEOUT_S, late=self._not_in_time)
-        except Refused as refused:
-            if refused.code is Code.DENIED and not refused.is_over:
-                raise _not_accepted(refused, version) from refused
-            raise
-        self.version, self._lineage = version, lineage
-        self._published = weights, batch
-
-    def _not_in_time(self) -> Exception:
-        return Unavailable(
-            "the parameter server", COMMIT_TIMEOUT_S, "stop requested while a version was being published"
-        )
-
     def _send(self, call: Coroutine[Any, Any, T]) -> T | None:
         """Send a message whose loss is harmless. Return None if it was not acknowledged."""
         try:
@@ -690,26 +563,13 @@ class TrainerClient:
             return self._thread.wait(call, grace_s, late)
         except Refused as refused:
             if refused.code is Code.FENCED:
-                raise _fenced(refused) from refused
+                raise fenced(refused.detail) from refused
             raise
 
     def _close_sockets(self) -> None:
         for client in (self._scheduler, *self._shards):
             client.close()
-        if self._publisher is not None:
-            self._publisher.close()
-
-
-async def within(seconds: float, call: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of ``call``; cancel it and return None after ``seconds``."""
-    limit = asyncio.timeout(seconds)
-    try:
-        async with limit:
-            return await call
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        return None
+        self._commits.close()
 
 
 async def _until_set(event: asyncio.Event, timeout_s: float) -> None:
@@ -719,49 +579,5 @@ async def _until_set(event: asyncio.Event, timeout_s: float) -> None:
             await event.wait()
 
 
-def _raise_error(publication: Publication) -> None:
-    """Raise the error that ended a publication, as ``commit`` raises it."""
-    error = publication.error
-    if not isinstance(error, Refused):
-        if error is not None:
-            raise error
-        return
-    match error.code:
-        case Code.FENCED:
-            raise _fenced(error) from error
-        case Code.BAD_VERSION:
-            raise _revoked(error, publication.batch) from error
-        case Code.DENIED if not error.is_over:
-            raise _not_accepted(error, publication.version) from error
-        case _:
-            raise error
-
-
-def _fenced(refused: Refused) -> Fenced:
-    return Fenced(f"another trainer has joined the run, this one stops ({refused.detail})")
-
-
-def _revoked(refused: Refused, batch: TrainBatch | Batch) -> BadVersion:
-    lost = f"step {batch.step}: batch {batch.batch} was revoked while it was trained, the step is void"
-    return BadVersion(f"{lost}; resume from the newest checkpoint ({refused.detail})")
-
-
-def _not_accepted(refused: Refused, version: Version) -> ConfigError:
-    """Return an error that ends the process: a restarted trainer would be refused again."""
-    return ConfigError("version", version, f"the parameter server refuses its weights: {refused.detail}")
-
-
 def _always(_: object) -> bool:
     return True
-
-
-def as_weights(weights: Mapping[str, Any] | Published) -> Published:
-    """Convert torch tensors to arrays; return arrays unchanged."""
-    if not isinstance(weights, Mapping):
-        return weights
-    given = cast(Mapping[str, Any], weights)
-    if any(hasattr(value, "detach") for value in given.values()):
-        from staleflow.clients.trainer.backends.tensors import to_arrays
-
-        return to_arrays(given)
-    return given

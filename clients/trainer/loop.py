@@ -36,10 +36,11 @@ from staleflow.clients.trainer.backends.base import (
 )
 from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
 from staleflow.clients.trainer.checkpoint_writer import CheckpointWriter
-from staleflow.clients.trainer.client import BadVersion, TrainerClient
+from staleflow.clients.trainer.client import TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.prefetch import NoBatch
 from staleflow.clients.trainer.drift import DriftWatch
+from staleflow.clients.trainer.errors import BadVersion
 from staleflow.clients.trainer.samples import Samples
 from staleflow.clients.trainer.steps import ComputedStep, Steps
 from staleflow.configs.errors import ConfigError
@@ -240,13 +241,13 @@ class TrainingLoop:
         """Publish the weights of the trained step, or start to."""
         with self._blocked():
             if self._overlaps:
-                self._client.finish_commit()  # ``weights`` may reuse the memory of the version before
+                self._client.finish_commit()  # ``weights`` may reuse the memory of the previous version
                 self._client.begin_commit(self._backend.weights())
             else:
                 self._client.commit(self._backend.weights())
 
     def _before_update(self) -> None:
-        """Let the step wait until the weights of the version before are read."""
+        """Wait until the weights of the previous version may change."""
         with self._blocked():
             try:
                 self._client.before_update()

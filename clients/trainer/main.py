@@ -14,8 +14,9 @@ from staleflow.clients.models.slim_import import hide_unused_packages
 from staleflow.clients.texts import tokenizer_decoder
 from staleflow.clients.trainer.backends.base import Backend, OutOfMemory, Stopped, StreamingBackend
 from staleflow.clients.trainer.checkpoint import Checkpoints
-from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
+from staleflow.clients.trainer.client import TrainerClient
 from staleflow.clients.trainer.data.prefetch import NoBatch
+from staleflow.clients.trainer.errors import BadVersion, Fenced
 from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
 from staleflow.clients.trainer.ranks.follower import FollowerBatches
 from staleflow.clients.trainer.ranks.leader import Leader, follow

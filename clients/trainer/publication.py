@@ -13,13 +13,15 @@ from typing import Any
 from staleflow.clients.background import Cancellable
 from staleflow.clients.trainer.backends.base import Published
 from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.errors import raise_refusal
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.messages import Batch
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Publication:
-    """One version on its way. ``run`` runs on the client's loop; the trainer's thread reads the flags."""
+    """One version and its outcome. ``run`` runs on the client's loop; the trainer's thread reads the flags."""
 
     lineage: Lineage
     version: Version
@@ -27,8 +29,10 @@ class Publication:
     """The batch that it consumes."""
     weights: Mapping[str, Any] | Published | None
     """The weights, for as long as they have the bytes of this version; then None."""
+    gathered: bool
+    """True if the weights are gathered during the iteration, which must end before the next step."""
     read: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the weights are not read any more: they may change."""
+    """Set once the weights are no longer read, so that they may change."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the version is registered, or never will be."""
     error: BaseException | None = None
@@ -69,3 +73,10 @@ class Publication:
     def join(self) -> None:
         """Wait for the end, in any thread."""
         self._ended.wait()
+
+    def raise_error(self) -> None:
+        """Raise the error that ended it, if any, as ``TrainerClient.commit`` raises it."""
+        if isinstance(self.error, Refused):
+            raise_refusal(self.error, self.version, self.batch)
+        if self.error is not None:
+            raise self.error

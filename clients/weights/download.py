@@ -49,7 +49,7 @@ def fetch_weights(
 
     ``url``: ``parameters.mirror``, then ``/`` and the id of the run. ``version``: exactly this version.
     ``min_version``: otherwise, the newest version, which must be at least this one. ``timeout_s``: time to wait for a
-    version that the mirror does not have yet; 0 replies at once.
+    version that the mirror does not have yet; 0 does not wait.
 
     Raise ``NotMirrored`` if the mirror does not have the version, ``StoreError`` if it cannot be read,
     ``CorruptWeights`` if it is damaged, ``ConfigError`` for invalid arguments. Versions that a rollback abandoned are
@@ -61,8 +61,8 @@ def fetch_weights(
 def save_weights(
     url: str, folder: Path, *, version: int | None = None, min_version: int = 0, timeout_s: float = 0.0
 ) -> About:
-    """Write the version that ``fetch_weights`` returns to ``model.safetensors`` in ``folder``, and what it is to
-    ``staleflow.json``. Each file is replaced at once, the weights first.
+    """Write the version that ``fetch_weights`` returns to ``model.safetensors`` in ``folder``, and its description to
+    ``staleflow.json``. Each file is replaced atomically, the weights first.
 
     Raise the errors of ``fetch_weights``, ``NotMirrored`` also for a version whose weights the user moves
     (``external``), and ``OSError`` if the files cannot be written.

@@ -96,16 +96,16 @@ class Publisher:
 
         if isinstance(weights, LedWeights):
             return await self._publish_by_ranks(announced, weights, released)
-        if source is None and released is not None and not in_memory(weights):
-            copies = await asyncio.to_thread(self._buffer.copy, weights)
-            if copies is not None:
-                weights = copies
-                released()
         if self._places is None or in_memory(weights):
             self._places = await asyncio.to_thread(layout, weights)
         places, begin = self._places, announced(self._places.nbytes)
         direct = "" if source is None else source.endpoint
         try:
+            if source is None and released is not None and not in_memory(weights):
+                copies = await asyncio.to_thread(self._buffer.copy, places, weights)
+                if copies is not None:
+                    weights = copies
+                    released()
             return await _repeated(places, lambda arrived: self._upload(begin, places, weights, direct, arrived))
         except ValueError:
             self._places = None

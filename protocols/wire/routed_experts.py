@@ -1,4 +1,4 @@
-"""The column ``routed_experts`` of a run with ``trainer.router_replay``: the experts that chose each completion token.
+"""The column ``routed_experts`` of ``trainer.router_replay``: the experts selected for each completion token.
 
 The value of a token is [MoE layers, experts per token]: the experts that the engine's routers selected in the pass that
 sampled the token, at the position of the token before it. It therefore belongs to the same version as the token and its
@@ -41,7 +41,7 @@ def unlike_most(arrays: Sequence[Array]) -> dict[int, str]:
 
 
 def check_experts(array: Array, model: ModelLimits) -> None:
-    """Raise ``ProtocolError`` for records that this model cannot replay; an index of no expert would end a GPU process.
+    """Raise ``ProtocolError`` for records that this model cannot replay. An index out of range ends a GPU process.
 
     Nothing is checked if the model is unknown.
     """

@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 5.0
 SLOW_UPLOAD_S = 300.0
-"""Time of one upload after which the store counts as slow: readers no longer wait for versions that are not there."""
+"""Time of one upload after which the store counts as slow: readers no longer wait for versions that it lacks."""
 
 _FOLDER = re.compile(r"\d+-\d+-[0-9a-f]{16}")
 
 
 class Mirror:
-    """The mirror of one run. Owned by the event loop of the parameter server; has no effect on it but its own load."""
+    """The mirror of one run. Owned by the event loop of the parameter server, and affects it only by its load."""
 
     def __init__(self, objects: Objects, versions: Versions, run: str) -> None:
         self._objects = objects
@@ -58,7 +58,7 @@ class Mirror:
         """The index in the store; None if unknown."""
         self._changed = asyncio.Event()
         self._progress = asyncio.Event()
-        """Set, and replaced by a new event, when ``has`` may have another answer."""
+        """Set, and replaced by a new event, when ``has`` may have another result."""
         self._slow = False
         """The last upload took longer than ``SLOW_UPLOAD_S``."""
         self.trouble = ""
@@ -145,7 +145,7 @@ class Mirror:
             self._recover()
 
     async def _list(self, wanted: Mapping[VersionKey, Stored]) -> None:
-        """Find out what an earlier process, or an earlier attempt, has left in the store."""
+        """List what an earlier process or attempt has left in the store."""
         names = await self._objects.sizes()
         self._folders = {folder for name in names if _FOLDER.fullmatch(folder := name.partition("/")[0])}
         self._complete = {

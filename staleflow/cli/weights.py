@@ -29,8 +29,8 @@ def fetch(url: str, folder: Path, version: int | None, min_version: int, timeout
     staleflow.json with run, lineage, version and digest.
 
     URL is parameters.mirror of the run, then the id of the run. Endpoint and credentials come from the environment, as
-    in AWS_ENDPOINT_URL. The exit code is 1 if the version is not there after S seconds (default 0), will never be
-    there, or is damaged; DIR is unchanged then.
+    in AWS_ENDPOINT_URL. The exit code is 1, and DIR is unchanged, if the version does not arrive within S seconds
+    (default 0), was deleted or skipped, or is damaged.
 
     \b
     Examples:

@@ -93,11 +93,11 @@ METRICS: Final[dict[str, Metric]] = {
     "time/train": Metric("s", "forward and backward passes and the optimizer"),
     "time/publish": Metric(
         "s",
-        "training stood still for a version: for its copy, for the version before, or until it was durable",
+        "time that training waited for a version: for its copy, for the previous version, or until it was durable",
     ),
     "time/publish_total": Metric("s", "time from the start of publishing the step's version until it was durable"),
     "time/pull": Metric("s", "mean time from the order to load a version until an engine had it"),
-    "time/pause": Metric("s", "mean time for which an engine decoded nothing in order to load a version"),
+    "time/pause": Metric("s", "mean time for which an engine stopped decoding to load a version"),
     "time/reserve": Metric("s", "mean time for which a group was reserved: from its lease until it was pushed"),
     "time/checkpoint": Metric("s", "waiting for a checkpoint: for its copy, or until it is written"),
     "time/eval": Metric("s", "evaluating on the held-out prompts"),

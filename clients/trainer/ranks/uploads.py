@@ -13,8 +13,8 @@ from typing import Protocol
 
 import msgspec
 
+from staleflow.clients.weights.host_buffer import SpanCopies
 from staleflow.clients.weights.sharded import RankUpload, ShardedWeights, Spans
-from staleflow.clients.weights.span_copies import SpanCopies
 from staleflow.protocols.wire.messages import BeginPublishReply
 
 log = logging.getLogger(__name__)

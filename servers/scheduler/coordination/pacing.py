@@ -20,7 +20,7 @@ class Pacing:
         self.waits = False
         """The trainer waits for a batch."""
         self._publishes = False
-        """It waits for the batch after its current one, whose version is not published yet."""
+        """The trainer waits for a batch while the version of the step before it is not published yet."""
         self._waiting_step = waiting_step
         self._starved = False
         self._delivered = -1

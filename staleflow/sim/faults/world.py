@@ -16,7 +16,8 @@ from staleflow.clients.rollout import main as rollout
 from staleflow.clients.rollout.engines.base import AsyncEngine
 from staleflow.clients.stage import main as stage_main
 from staleflow.clients.trainer import main as trainer
-from staleflow.clients.trainer.client import Fenced, TrainerClient
+from staleflow.clients.trainer.client import TrainerClient
+from staleflow.clients.trainer.errors import Fenced
 from staleflow.configs.loading.load import addresses, config_sha
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages

@@ -9,8 +9,8 @@ import pytest
 
 from staleflow.clients.trainer import torch_trainer
 from staleflow.clients.trainer.backends.base import StepResult, Stopping, Weights
-from staleflow.clients.trainer.client import BadVersion
 from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.errors import BadVersion
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.protocols.consistency.ids import Step
 from tests.clients.trainer.making import batch, config

@@ -13,8 +13,9 @@ import pytest
 
 from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
 from staleflow.clients.trainer.checkpoint_writer import CheckpointWriter
-from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
+from staleflow.clients.trainer.client import TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.errors import BadVersion, Fenced
 from staleflow.net.errors import Unavailable
 from staleflow.process.readiness import SLOT_VARIABLE
 from staleflow.protocols.consistency.ids import GroupId, Version

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from staleflow.clients.trainer.backends.base import Stopped
-from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
+from staleflow.clients.trainer.client import TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.errors import BadVersion, Fenced
 from staleflow.configs.errors import ConfigError
 from staleflow.process.readiness import SLOT_VARIABLE
 from staleflow.protocols.consistency.ids import Lineage, Version
@@ -165,7 +166,7 @@ def test_a_trainer_that_joins_again_publishes_no_later_weights_as_the_joined_ver
             assert time.monotonic() < deadline
             time.sleep(0.05)
         trainer.join(lineage, older)
-        trainer._republish_damaged()  # pyright: ignore[reportPrivateUsage]
+        trainer._commits.republish_damaged(trainer.current_term[0])  # pyright: ignore[reportPrivateUsage]
         assert not file.exists()
         trainer.holds(weights(older))
         assert file.exists()

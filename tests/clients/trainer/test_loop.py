@@ -12,9 +12,10 @@ import pytest
 
 from staleflow.clients.trainer.backends.base import Backend, OutOfMemory, StepResult, Stopped, Stopping, Weights
 from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
-from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
+from staleflow.clients.trainer.client import TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.data.prefetch import NoBatch
+from staleflow.clients.trainer.errors import BadVersion, Fenced
 from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
 from staleflow.clients.trainer.samples import Samples
 from staleflow.clients.trainer.steps import WholeSteps

@@ -12,8 +12,8 @@ import torch
 
 from staleflow.clients.trainer.backends.base import StepResult, Stopping, Weights
 from staleflow.clients.trainer.backends.tensors import to_arrays
-from staleflow.clients.trainer.client import BadVersion
 from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.errors import BadVersion
 from staleflow.clients.trainer.loop import NotPublished
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.protocols.consistency.ids import Step, Version

@@ -243,7 +243,7 @@ def test_the_step_is_taken_with_the_batch_that_is_sealed_instead(tmp_path: Path,
         for _ in stepping(Choosy(21))(client, 3, going_on):
             client.commit(WEIGHTS)
     assert sealed.reported == [21]
-    assert client.published == [(1, 1), (2, 7), (3, 3)]
+    assert client.commits.published == [(1, 1), (2, 7), (3, 3)]
 
 
 @pytest.mark.parametrize("stepping", STEPPING)
@@ -252,7 +252,8 @@ def test_every_rank_trains_the_batch_that_is_sealed_instead(tmp_path: Path, step
     first, second = Choosy(11), Choosy(11)
     with Foreign(tmp_path, sealed, world=2) as client, Foreign(tmp_path, sealed, rank=1, world=2) as other:
         followed = FollowerBatches(other, 2, streaming=stepping is streamed)
-        thread = threading.Thread(target=follow, args=(second, Ranks(room, 1), followed, going_on), daemon=True)
+        following = (second, Ranks(room, 1), followed, going_on, other.write_spans)
+        thread = threading.Thread(target=follow, args=following, daemon=True)
         thread.start()
         leader = Leader(first, Ranks(room, 0), lambda: client.current_term)
         client.same, client.share = leader.same, leader.share
@@ -289,7 +290,7 @@ def test_a_group_beyond_the_models_vocabulary_is_given_to_no_backend(tmp_path: P
         for _ in stepping(backend)(client, 2, going_on):
             client.commit(WEIGHTS)
     assert sealed.reported == [12, 21]
-    assert client.published == [(1, 6), (2, 7)]
+    assert client.commits.published == [(1, 6), (2, 7)]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])

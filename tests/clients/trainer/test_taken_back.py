@@ -11,11 +11,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from staleflow.clients.background import Background
 from staleflow.clients.trainer import main
-from staleflow.clients.trainer.client import BadVersion, TrainerClient
+from staleflow.clients.trainer.client import TrainerClient
+from staleflow.clients.trainer.commits import Commits
 from staleflow.clients.trainer.data.batch import FetchedGroup
 from staleflow.clients.trainer.data.micro_batches import MicroBatchStream
 from staleflow.clients.trainer.data.prefetch import BatchStream
+from staleflow.clients.trainer.errors import BadVersion
 from staleflow.clients.trainer.ranks.follower import FollowerBatches
 from staleflow.clients.trainer.ranks.leader import Leader, follow
 from staleflow.clients.trainer.steps import Steps, StreamedSteps, WholeSteps
@@ -94,30 +97,40 @@ class Fetching(MicroBatchStream):
         return [FetchedGroup(group=m.group, row={}, payload=payload(m.group, [3, 2])) for m in members]
 
 
+class RecordedCommits(Commits):
+    """Record each publication, or raise ``no``."""
+
+    def __init__(self, thread: Background) -> None:
+        super().__init__(thread)
+        self.published: list[tuple[int, int | None]] = []
+        self.no: Refused | None = None
+
+    def republish_damaged(self, term: TrainerTerm) -> None:
+        pass
+
+    def publish(
+        self, weights: Any, term: TrainerTerm, lineage: Lineage, version: Version, batch: BatchId | None
+    ) -> None:
+        if self.no is not None:
+            raise self.no
+        self.published.append((version, batch))
+        self.version = version
+
+
 class Trainer(TrainerClient):
-    """A trainer joined at version 0; it records each publication, or raises ``no``."""
+    """A trainer joined at version 0 that publishes nothing."""
 
     def __init__(self, folder: Path, sealed: Sealed, *, rank: int = 0, world: int = 1) -> None:
         super().__init__(f"ipc://{folder}/nobody", rank=rank, world=world)
         self._join_reply = JoinReply(trainer_term=TrainerTerm(1), lineage=Lineage(0), version=Version(0))
         self._sealed = sealed
-        self.published: list[tuple[int, int | None]] = []
-        self.no: Refused | None = None
+        self._commits = self.commits = RecordedCommits(self._thread)
 
     def _stream(self, term: TrainerTerm) -> BatchStream:
         return Fetching(self._sealed, *self._place)
 
     def micro_batches(self, term: TrainerTerm, size: int = 1) -> MicroBatchStream:
         return Fetching(self._sealed, *self._place)
-
-    def _republish_damaged(self) -> None:
-        pass
-
-    def _publish(self, weights: Any, lineage: Lineage, version: Version, batch: BatchId | None) -> None:
-        if self.no is not None:
-            raise self.no
-        self.published.append((version, batch))
-        self.version = version
 
 
 WEIGHTS = {"w": np.zeros(1, np.float32)}
@@ -133,7 +146,7 @@ def test_a_batch_that_is_taken_back_while_the_one_before_is_trained_is_fetched_a
                 sealed.wait_for(0, 2)
                 sealed.batches[1] = 3
             trainer.commit(WEIGHTS)
-    assert trainer.published == [(1, 1), (2, 3)]
+    assert trainer.commits.published == [(1, 1), (2, 3)]
     assert list(dict.fromkeys(sealed.fetched)) == [(0, 1), (0, 2), (0, 3)]
     assert "batch 2 of step 1 was revoked, fetching its replacement" in caplog.text
 
@@ -154,7 +167,7 @@ def test_a_trainer_whose_batch_was_taken_back_looks_around_until_another_is_seal
                 trainer.on_wait = lambda: sealed.batches.update({1: 3})
             trainer.commit(WEIGHTS)
         limit.cancel()
-    assert trainer.published == [(1, 1), (2, 3)]
+    assert trainer.commits.published == [(1, 1), (2, 3)]
 
 
 def streamed(leader: Leader) -> Steps:
@@ -169,7 +182,8 @@ def test_no_rank_takes_a_step_with_a_batch_that_was_taken_back_while_it_lay_read
     first, second = Recorded(together=True), Recorded(together=True)
     with Trainer(tmp_path, sealed, world=2) as trainer, Trainer(tmp_path, sealed, rank=1, world=2) as other:
         followed = FollowerBatches(other, 2, streaming=stepping is streamed)
-        thread = threading.Thread(target=follow, args=(second, Ranks(room, 1), followed, lambda: False), daemon=True)
+        following = (second, Ranks(room, 1), followed, lambda: False, other.write_spans)
+        thread = threading.Thread(target=follow, args=following, daemon=True)
         thread.start()
         leader = Leader(first, Ranks(room, 0), lambda: trainer.current_term)
         trainer.same, trainer.share = leader.same, leader.share
@@ -185,20 +199,20 @@ def test_no_rank_takes_a_step_with_a_batch_that_was_taken_back_while_it_lay_read
         assert not thread.is_alive()
     steps = [[call[1:3] for call in rank.calls if call[0] in ("train", "finish")] for rank in (first, second)]
     assert steps == [[(0, 1), (1, 3)]] * 2
-    assert trainer.published == [(1, 1), (2, 3)]
+    assert trainer.commits.published == [(1, 1), (2, 3)]
 
 
 def test_a_batch_that_was_taken_back_while_it_was_trained_cannot_be_committed(tmp_path: Path) -> None:
     with Trainer(tmp_path, Sealed({0: 1})) as trainer:
         batches = trainer.batches(2)
         next(batches)
-        trainer.no = Refused(Code.BAD_VERSION, "batch 1 is not the sealed batch of step 0")
+        trainer.commits.no = Refused(Code.BAD_VERSION, "batch 1 is not the sealed batch of step 0")
         with pytest.raises(BadVersion, match=r"step 0: batch 1 was revoked while it was trained, the step is void"):
             trainer.commit(WEIGHTS)
-        trainer.no = None
+        trainer.commits.no = None
         with pytest.raises(RuntimeError, match="was not committed"):
             next(batches)
-    assert trainer.published == []
+    assert trainer.commits.published == []
 
 
 def test_the_process_of_a_trainer_with_a_void_step_says_why_in_one_line(
@@ -259,7 +273,7 @@ def test_a_trainer_that_waits_for_a_batch_while_it_publishes_says_so(
     with Trainer(tmp_path, sealed) as trainer:
         limit = threading.Timer(LIMIT_S, trainer.interrupt)
         limit.start()
-        monkeypatch.setattr(trainer, "_publisher", publisher)
+        monkeypatch.setattr(trainer.commits, "publisher", publisher)
         monkeypatch.setattr(trainer, "_scheduler", listening)
         batches = trainer.batches(2)
         assert next(batches).step == 0

@@ -67,7 +67,7 @@ class Trainer(TorchTrainer):
 
 def delay_uploads(client: TrainerClient, trainer: Trainer) -> None:
     """Let this rank upload a version only after the step that changes its weights; the last one has none."""
-    publisher: Any = client._publisher
+    publisher: Any = client._commits.publisher  # pyright: ignore[reportPrivateUsage]
     write_spans = publisher.write_spans
 
     async def delayed(to: BeginPublishReply, weights: Spans) -> RankUpload:

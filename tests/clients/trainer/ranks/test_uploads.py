@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from staleflow.clients.trainer.ranks.leader import Leader, RankBackend, follow
-from staleflow.clients.weights import Publisher, Puller, local_upload, publish, span_copies
+from staleflow.clients.weights import Publisher, Puller, host_buffer, local_upload, publish
 from staleflow.clients.weights.sharded import RankUpload, Span, Spans
 from staleflow.clients.weights.tensors import NamedTensors, tensor_of
 from staleflow.net.errors import Refused
@@ -272,7 +272,7 @@ async def test_the_weights_change_while_the_ranks_upload_copies_and_the_next_ver
 async def test_without_room_for_copies_the_weights_are_released_at_the_end(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(span_copies, "available", int)
+    monkeypatch.setattr(host_buffer, "available", int)
     team, released = Team(run, await run.trainer()), asyncio.Event()
     await team.publish(made(0), released=released.set)
     assert not released.is_set()
