@@ -215,7 +215,7 @@ def test_a_stop_request_leaves_the_version_time_to_be_published(service: Service
 def test_a_stop_ends_the_wait_for_a_checkpoint_whose_version_does_not_come(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("staleflow.clients.trainer.client.COMMIT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("staleflow.clients.trainer.commits.COMMIT_TIMEOUT_S", 0.2)
     with joined(service) as trainer:
         _, ahead, _ = begun(trainer, service)
         state = TrainerState(lineage=ahead.lineage, version=Version(ahead.step))
