@@ -7,9 +7,10 @@
 - A worker that fails ``HOLD_AFTER`` groups in a row is held: it gets no group for a time that doubles with each further
   group that it fails, then one group as a probe. Its first success ends the hold. Without holds, a worker that fails at
   once is always idle, is always served first, and takes the groups of the workers that function.
-- A probe is a group that the worker has not failed yet, if one waits, and a repeated failure of one group does not
-  extend a hold: where individual groups are bad, they are soon the only ones left, and prove nothing about their
-  worker.
+- Every other probe is a group that the worker has not failed yet, if one waits, and a repeated failure of one group
+  does not extend a hold: where individual groups are bad, they are soon the only ones left, and prove nothing about
+  their worker. The probes between take the group with the most tries, then the one whose last failure is the oldest:
+  where only bad groups are left, each that is given up returns at once under a new lease, and would be preferred.
 - A worker may take more groups while it has some: the time limit of a ticket covers those before it.
 
 Pure: time arrives as ``now_s``.
@@ -17,7 +18,7 @@ Pure: time arrives as ``now_s``.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -67,6 +68,8 @@ class _Worker:
     why: str = ""
     holds: int = 0
     """Holds since its last success."""
+    probed_fresh: bool = False
+    """The last probe was a group that it had not failed."""
     held_until_s: float = 0.0
     held_from: int = 0
     """First ticket number issued after the newest hold. Failures of older tickets were already in progress and
@@ -134,8 +137,9 @@ class StageQueue:
         """
         one = self._worker(worker)
         if one.holds:
-            most = 0 if one.has or now_s < one.held_until_s else 1
-        keys = list(islice(self._for(worker, now_s, fresh_first=bool(one.holds)), most))
+            keys = [] if one.has or now_s < one.held_until_s else self._probe(worker, now_s)[:most]
+        else:
+            keys = [*islice((key for key in self._waiting if self._may_have(worker, key, now_s)), most)]
         until_s = now_s + math.ceil((one.has + len(keys)) / at_once) * seconds_each
         tickets: list[Ticket] = []
         for key in keys:
@@ -210,14 +214,15 @@ class StageQueue:
         ticket = self._in_progress.get(key)
         return None if ticket is None or ticket.number != number or ticket.worker != worker else ticket
 
-    def _for(self, worker: str, now_s: float, *, fresh_first: bool) -> Iterator[Key]:
-        """Yield the groups that this worker may take, longest waiting first; with ``fresh_first``, groups that it
-        has not failed come first."""
-        possible = (key for key in self._waiting if self._may_have(worker, key, now_s))
-        if not fresh_first:
-            return possible
-        fresh = (key for key in self._waiting if not self._has_failed(worker, key))
-        return chain(fresh, possible)  # duplicates are harmless: a probe takes only the first one
+    def _probe(self, worker: str, now_s: float) -> list[Key]:
+        """Return the group for the next probe of a held worker, if one waits."""
+        one = self._workers[worker]
+        fresh = next((key for key in self._waiting if not self._has_failed(worker, key)), None)
+        failed = [key for key in self._waiting if self._has_failed(worker, key) and self._may_have(worker, key, now_s)]
+        again = min(failed, key=lambda key: (-self._tries[key].count, self._tries[key].not_before_s), default=None)
+        key = fresh if again is None or not (fresh is None or one.probed_fresh) else again
+        one.probed_fresh = key == fresh
+        return [] if key is None else [key]
 
     def _has_failed(self, worker: str, key: Key) -> bool:
         tries = self._tries.get(key)

@@ -76,8 +76,13 @@ def of_run(run_dir: Path) -> Iterator[tuple[Path, KnownState]]:
 
 
 def of_checkpoints(run_dir: Path) -> Iterator[tuple[Path, KnownState]]:
-    """Yield the state of each checkpoint. An unreadable head is skipped: the trainer reports that damage."""
+    """Yield the state of each checkpoint. An unreadable head is skipped: the trainer reports that damage.
+
+    A directory that a trainer was writing is no checkpoint: its version may never have been published.
+    """
     for path in sorted((run_dir / CHECKPOINTS).glob("*/checkpoint.json")):
+        if path.parent.suffix == ".part":
+            continue
         try:
             checkpoint = msgspec.convert(unseal(path.read_bytes()), _Checkpoint)
         except (OSError, ValueError):

@@ -31,6 +31,9 @@ DRAIN_S = END_S + (SETTLE_TIMEOUT_MS + TRAINER_TIMEOUT_MS) / 1000
 MIN_FAULTS = 15
 MAX_S = 2_000.0
 """A run that its faults keep from progressing is judged after this, however few events it has."""
+FINITE_END_S = 10_000.0
+"""Time within which a run of finite epochs must end. The last prompts may all be ones that a stage always fails: each
+must fail several times before the run is given up, at workers that are held and get one group a minute."""
 STORY_LINES = 40
 
 
@@ -97,7 +100,7 @@ def _run(plan: Plan, events: int, run_dir: Path) -> Outcome:
             world.scene.finishing = True
             if not plan.finite:
                 world.finish()
-            closed = _until(world, world.closed, MAX_S if plan.finite else DRAIN_S if plan.drained else END_S)
+            closed = _until(world, world.closed, FINITE_END_S if plan.finite else DRAIN_S if plan.drained else END_S)
             _for(world, 15.0 if plan.killed_at_end else 5.0)
             if not closed and not world.history.stalls:
                 world.history.stalls.append("the run does not end")

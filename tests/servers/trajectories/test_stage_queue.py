@@ -228,3 +228,18 @@ def test_workers_beyond_the_limit_are_forgotten_unless_they_have_groups() -> Non
         queue.ask(f"x-{number}", 1)
     assert queue.calls == MAX_WORKERS - 1
     assert queue.finish(A, ticket.number, "w")
+
+
+def test_a_group_that_a_held_worker_has_failed_is_tried_again_although_new_groups_never_cease() -> None:
+    keys = [Key(GroupId(number), LeaseId(1)) for number in range(HOLD_AFTER)]
+    queue, now_s = queue_of(*keys), MAX_HOLD_S
+    for ticket in queue.take("w", HOLD_AFTER, now_s=0, seconds_each=99):
+        fail(queue, ticket, now_s=0)
+    given_up = set[Key]()
+    for number in range(100, 100 + 4 * HOLD_AFTER * MAX_TRIES):
+        queue.add(Key(GroupId(number), LeaseId(1)))  # a failing group returns as another one, under a new lease
+        (probe,) = queue.take("w", 1, now_s=now_s, seconds_each=99)
+        if fail(queue, probe, now_s=now_s):
+            given_up.add(probe.key)
+        now_s += MAX_HOLD_S
+    assert given_up >= set(keys)
