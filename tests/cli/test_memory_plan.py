@@ -43,7 +43,9 @@ def test_a_plan_for_another_machine_needs_no_weights_and_names_what_does_not_fit
     assert first.startswith("GPU 0: about ")
     assert first.endswith(" of 4.0 GiB free: does not fit; lower rollout.vllm.gpu_memory_utilization")
     assert [line.split()[0] for line in rest[:2]] == ["trainer", "rollout-0"]
-    assert rest[2].startswith("estimated for prompts of 127 tokens")  # the model's context leaves room for one more
+    assert rest[2].startswith("main memory: about <0.1 of ")
+    assert rest[3].split()[0] == "parameters"
+    assert rest[4].startswith("estimated for prompts of 127 tokens")  # the model's context leaves room for one more
 
 
 def test_doctor_and_a_run_print_the_plan_of_this_machine(
