@@ -55,7 +55,7 @@ class MasterAdamW:
     def scale(self, factor: float) -> None:
         """Multiply the gradient by ``factor``."""
         if gradients := [master.grad for master in self._master.values() if master.grad is not None]:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     def clip(self) -> float:
         """Clip the gradient to ``grad_clip``; return its previous L2 norm, which is not finite if any part is not."""
