@@ -146,6 +146,19 @@ def test_a_changed_bit_of_the_head_is_damage_and_never_another_run_or_version(tm
         assert list(of_checkpoints(kept.folder.parent)) in ([], known), good[place : place + 20]
 
 
+def test_a_checkpoint_is_part_of_the_run_only_once_its_version_is_published(tmp_path: Path) -> None:
+    kept, before = checkpoints(tmp_path), list[object]()
+
+    def published() -> None:
+        (part,) = kept.folder.glob("*.part")
+        assert (part / "checkpoint.json").is_file()
+        before.extend([*of_checkpoints(tmp_path), *kept.newest()])
+
+    path = kept.save(state(5), write, published)
+    assert before == []
+    assert [found for found, _ in of_checkpoints(tmp_path)] == [path]
+
+
 def test_versions_of_a_lost_history_are_removed(tmp_path: Path) -> None:
     kept = checkpoints(tmp_path, keep=5)
     for version in (5, 10, 15):
