@@ -220,9 +220,9 @@ class StageQueue:
         fresh = next((key for key in self._waiting if not self._has_failed(worker, key)), None)
         failed = [key for key in self._waiting if self._has_failed(worker, key) and self._may_have(worker, key, now_s)]
         again = min(failed, key=lambda key: (-self._tries[key].count, self._tries[key].not_before_s), default=None)
-        key = fresh if again is None or not (fresh is None or one.probed_fresh) else again
-        one.probed_fresh = key == fresh
-        return [] if key is None else [key]
+        one.probed_fresh = fresh is not None and not (one.probed_fresh and again is not None)
+        chosen = fresh if one.probed_fresh else again
+        return [] if chosen is None else [chosen]
 
     def _has_failed(self, worker: str, key: Key) -> bool:
         tries = self._tries.get(key)
