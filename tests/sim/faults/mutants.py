@@ -609,7 +609,8 @@ MUTANTS = (
         _nothing_was_abandoned,
         _rules("VERSION", "PULL", "ROLLBACK"),
         ("two trainers", "delay messages", "slow link"),
-        seed=41,
+        seed=54,
+        events=2_000,
     ),
     Mutant("a duplicate has a second effect", production, "push", _second_push, _rules("I4", "MOVE"), KILLS, seed=2),
     Mutant(
