@@ -39,7 +39,7 @@ def test_a_real_model_fits_one_gpu_as_the_page_shows(name: str, tmp_path: Path) 
     plan = plan_of(config, tmp_path, 1, gpu_bytes=GPU_BYTES)
     assert plan.unknown == []
     assert plan.measured.parameters - (plan.measured.trained if config.model.lora.rank else 0) == PARAMETERS[name]
-    (device,) = plan.devices
+    (device,) = [device for device in plan.devices if device.gpu == 0]  # the host may store versions of the weights
     assert device.fits
     trainer, engine = device.uses
     cells = [trainer.weights, trainer.gradients, trainer.optimizer, trainer.activations, trainer.logits, trainer.total]
