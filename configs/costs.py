@@ -18,7 +18,7 @@ class SchedulerCosts(Section, frozen=True, kw_only=True):
     """
 
     source: Text = ""
-    """How and where the values were measured."""
+    """Command, machine and conditions of the measurement."""
     drain_s: NonNegativeFloat = 0.0
     """CPU seconds of a drain: commit and trace."""
     message_s: NonNegativeFloat = 0.0
@@ -38,7 +38,7 @@ class ShardCosts(Section, frozen=True, kw_only=True):
     """CPU of a trajectory server, one process each: requests wait for its core in the order of their arrival."""
 
     source: Text = ""
-    """How and where the values were measured."""
+    """Command, machine and conditions of the measurement."""
     push_group_s: NonNegativeFloat = 0.0
     """CPU seconds to take a pushed group: leases, digests, store, reward queue."""
     push_gib_s: NonNegativeFloat = 0.0
@@ -55,7 +55,7 @@ class WireCosts(Section, frozen=True, kw_only=True):
     """
 
     source: Text = ""
-    """How and where the values were measured."""
+    """Command, machine and conditions of the measurement."""
     latency_s: NonNegativeFloat = 0.0
     """Seconds of one way."""
     gib_s: NonNegativeFloat = 0.0
@@ -68,7 +68,7 @@ class PublishCosts(Section, frozen=True, kw_only=True):
     """
 
     source: Text = ""
-    """How and where the values were measured."""
+    """Command, machine and conditions of the measurement."""
     fixed_s: NonNegativeFloat = 0.0
     """Seconds of a version of no size."""
     gib_s: NonNegativeFloat = 0.0
@@ -81,7 +81,7 @@ class PullCosts(Section, frozen=True, kw_only=True):
     """
 
     source: Text = ""
-    """How and where the values were measured."""
+    """Command, machine and conditions of the measurement."""
     fixed_s: NonNegativeFloat = 0.0
     """Seconds of a version of no size."""
     gib_s: NonNegativeFloat = 0.0
@@ -94,7 +94,7 @@ class LoadCosts(Section, frozen=True, kw_only=True):
     """The pause of an engine that loads weights. Replaces ``simulation.load_s``."""
 
     source: Text = ""
-    """How and where the values were measured."""
+    """Command, machine and conditions of the measurement."""
     fixed_s: NonNegativeFloat = 0.0
     """Seconds of a version of no size."""
     gib_s: NonNegativeFloat = 0.0
@@ -112,7 +112,7 @@ class EngineCosts(Section, frozen=True, kw_only=True):
     """
 
     source: Text = ""
-    """How and where the values were measured."""
+    """Command, machine and conditions of the measurement."""
     prefill_s: NonNegativeFloat = 0.0
     """Seconds for each token of prefill."""
     k1: NonNegativeFloat = 0.0
@@ -135,7 +135,7 @@ class RewardCosts(Section, frozen=True, kw_only=True):
     """From the push of a group until it may be trained. Replaces ``simulation.reward_s``."""
 
     source: Text = ""
-    """How and where the values were measured."""
+    """Command, machine and conditions of the measurement."""
     fixed_s: NonNegativeFloat = 0.0
     """Seconds that every group takes."""
     mean_s: NonNegativeFloat = 0.0
@@ -152,7 +152,7 @@ class TrainerCosts(Section, frozen=True, kw_only=True):
     """
 
     source: Text = ""
-    """How and where the values were measured."""
+    """Command, machine and conditions of the measurement."""
     fixed_s: NonNegativeFloat = 0.0
     """Seconds of a step of no size: optimizer, metrics."""
     token_s: NonNegativeFloat = 0.0
@@ -165,7 +165,7 @@ class CheckpointCosts(Section, frozen=True, kw_only=True):
     """A checkpoint, every ``trainer.checkpoint_every`` steps and at the end."""
 
     source: Text = ""
-    """How and where the values were measured."""
+    """Command, machine and conditions of the measurement."""
     fixed_s: NonNegativeFloat = 0.0
     """Seconds of a checkpoint of no size."""
     gib_s: NonNegativeFloat = 0.0
@@ -178,7 +178,7 @@ class Costs(Section, frozen=True, kw_only=True):
     """All tables of the file."""
 
     source: Text = ""
-    """How and where the file was made."""
+    """Command, machine and conditions of the measurements."""
     scheduler: SchedulerCosts | None = None
     shard: ShardCosts | None = None
     wire: WireCosts | None = None

@@ -21,7 +21,7 @@ from staleflow.trace.reader import read_events
 from tests.sim.configs import config
 
 ZERO = "[scheduler]\n[shard]\n[wire]\n[publish]\n[pull]\n[load]\n[reward]\n[checkpoint]\n"
-ENGINES = {"lengths": {"lengths": "uniform", "min_tokens": 10, "max_tokens": 10}}
+ENGINES: dict[str, Any] = {"lengths": {"lengths": "uniform", "min_tokens": 10, "max_tokens": 10}}
 """Every trajectory has 10 tokens of 10 ms."""
 
 With = Callable[..., Config]
@@ -34,7 +34,8 @@ def costing(tmp_path: Path) -> With:
     def configured(costs: str, *, train: dict[str, Any] | None = None, **settings: Any) -> Config:
         file = tmp_path / "costs.toml"
         file.write_text(costs)
-        config_ = config(costs=str(file), **{**ENGINES, **settings})
+        given: dict[str, Any] = {**ENGINES, **settings}
+        config_ = config(costs=str(file), **given)
         return replace(config_, trainer=replace(config_.trainer, **(train or {})))
 
     return configured
