@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from scipy.optimize import nnls
 from transformers import AutoModelForCausalLM
 
+from bench.costs_fit import fitted
 from bench.trainer_data import SHAPES, batch
 from staleflow.clients.rollout.engines.base import Request, Sampling
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
@@ -57,8 +57,8 @@ def engine(model: Any) -> dict[str, float]:
         seconds += decode
         prefill.append(max(times[0] - decode[0], 0.0) / (count * PROMPT))
     skip = len(seconds) // (len(ROWS) + 1)
-    (k1, k3, k4), _ = nnls(np.array(rows[skip:]), np.array(seconds[skip:]))
-    return {"prefill_s": float(np.median(prefill[1:])), "k1": float(k1), "k3": float(k3), "k4": float(k4)}
+    k1, k3, k4 = fitted(rows[skip:], seconds[skip:])
+    return {"prefill_s": float(np.median(prefill[1:])), "k1": k1, "k3": k3, "k4": k4}
 
 
 def trainer(directory: Path) -> tuple[dict[str, float], dict[str, float]]:
@@ -80,13 +80,13 @@ def trainer(directory: Path) -> tuple[dict[str, float], dict[str, float]]:
             assert not result.bad, result.bad
         rows.append((1.0, float(data.sequence_lengths.sum()), 8.0 * groups))
         seconds.append(float(np.median(times[1:])))
-    (fixed_s, token_s, trajectory_s), _ = nnls(np.array(rows), np.array(seconds))
+    fixed_s, token_s, trajectory_s = fitted(rows, seconds)
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         backend.save(Path(folder))
         saved_s = time.perf_counter() - started
-    step = {"fixed_s": float(fixed_s), "token_s": float(token_s), "trajectory_s": float(trajectory_s)}
-    return step, {"fixed_s": saved_s, "gib_s": written_s(256 << 20) * 3.0}
+    costs = {"fixed_s": fixed_s, "token_s": token_s, "trajectory_s": trajectory_s}
+    return costs, {"fixed_s": saved_s, "gib_s": written_s(256 << 20) * 3.0}
 
 
 def written_s(nbytes: int) -> float:
