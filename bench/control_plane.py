@@ -15,6 +15,8 @@ import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,28 +71,33 @@ def config_for(workers: int, durability: Durability) -> Config:
     )
 
 
-def measure(workers: int, durability: Durability, seconds: float) -> Counts:
-    """Start a scheduler in a run directory of its own, load it, stop it."""
+@contextmanager
+def serving(config: Config) -> Generator[tuple[Path, psutil.Process]]:
+    """Start a scheduler in a run directory of its own; stop it at the end."""
     with tempfile.TemporaryDirectory(prefix="staleflow-bench-") as folder:
-        run_dir = Path(folder)
-        config = config_for(workers, durability)
-        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(config, run_dir))
+        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(config, Path(folder)))
         process.start()
         try:
-            return uvloop.run(
-                _loaded(addresses(config, run_dir).scheduler, workers, seconds, psutil.Process(process.pid))
-            )
+            yield Path(folder), psutil.Process(process.pid)
         finally:
             process.terminate()
             process.join(30)
+
+
+def measure(workers: int, durability: Durability, seconds: float) -> Counts:
+    """Start a scheduler, load it, stop it."""
+    config = config_for(workers, durability)
+    with serving(config) as (run_dir, process):
+        return uvloop.run(loaded(addresses(config, run_dir).scheduler, workers, seconds, process))
 
 
 def _serve(config: Config, run_dir: Path) -> None:
     raise SystemExit(serve(config, run_dir))
 
 
-async def _loaded(address: str, workers: int, seconds: float, server: psutil.Process) -> Counts:
-    await _listening(address)
+async def loaded(address: str, workers: int, seconds: float, server: psutil.Process) -> Counts:
+    """Load the scheduler at ``address``."""
+    await listening(address)
     load = Load(address, workers=workers, capacity=shape(workers)[1])
     failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -111,7 +118,8 @@ async def _loaded(address: str, workers: int, seconds: float, server: psutil.Pro
         load.close()
 
 
-async def _listening(address: str) -> None:
+async def listening(address: str) -> None:
+    """Wait until the scheduler listens."""
     path = address.removeprefix("ipc://")
     deadline = time.monotonic() + 30
     while not os.path.exists(path):  # noqa: ASYNC240 - a look at a socket file
@@ -134,7 +142,7 @@ def measure_echo(workers: int, seconds: float) -> Counts:
 
 
 async def _echoed(address: str, workers: int, seconds: float, server: psutil.Process) -> Counts:
-    await _listening(address)
+    await listening(address)
     return await echo_load(address, workers=workers, seconds=seconds, warm_up_s=0.5, server=server)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from bench.trajectories_measure import PRODUCERS, TAKE, TRAJECTORY_BYTES, Row, watch
+from bench.trajectories_measure import PRODUCERS, TAKE, TRAJECTORY_BYTES, Row, cpu_seconds, family, watch
 from staleflow.clients.rollout.pushes import Pusher
 from staleflow.clients.rollout.slab_writer import SlabWriter
 from staleflow.clients.trainer.data.batch import assemble
@@ -101,6 +101,8 @@ class Shape:
     producers: int = PRODUCERS
     step_s: float = 0.0
     """Seconds of training; 0: batches are only taken."""
+    tokens: int = TOKENS
+    """Tokens of each trajectory."""
 
 
 def measured(shape: Shape, *, warm_up_s: float, seconds: float, folder: Path | None = None) -> Row:
@@ -110,6 +112,16 @@ def measured(shape: Shape, *, warm_up_s: float, seconds: float, folder: Path | N
         watch(row, taken, warm_up_s=warm_up_s, seconds=seconds)
         row.extra["assemble_ms"] = 1000 * assembled()
     return row
+
+
+def shard_cpu_s(shape: Shape, *, warm_up_s: float, seconds: float) -> float:
+    """CPU seconds of the trajectory server for each group that is pushed, fetched and consumed."""
+    with _running(shape, None) as (taken, _):
+        watch(Row(what=shape.name), taken, warm_up_s=warm_up_s, seconds=0.0)
+        [server] = [process for process in family() if "trajectories.main" in " ".join(process.cmdline())]
+        before, count = cpu_seconds([server])[server.pid], taken()
+        time.sleep(seconds)
+        return (cpu_seconds([server])[server.pid] - before) * GROUP / max(taken() - count, 1)
 
 
 def latency(shape: Shape, *, seconds: float, folder: Path | None = None) -> float:
@@ -220,8 +232,8 @@ async def _produce(run_dir: Path, number: int, shape: Shape) -> None:
 
     pushers = [Pusher(shard, me, settled, SlabWriter(shard, me) if shape.shared else None) for shard in shards]
     running = [asyncio.ensure_future(pusher.run()) for pusher in pushers]
-    arrays, ack, version = _arrays(number), 0, Version(-1)
-    segments = _segments(version)
+    arrays, ack, version = _arrays(number, shape.tokens), 0, Version(-1)
+    segments = _segments(version, shape.tokens)
     while not any(task.done() for task in running):
         stats = InstanceStats(version=version)
         report = Report(worker=me, ack=ack, held=[*held], stats=stats, wait_ms=500)
@@ -235,16 +247,16 @@ async def _produce(run_dir: Path, number: int, shape: Shape) -> None:
             elif isinstance(command, Assign):
                 held[command.lease] = command
                 if command.version != segments[0, 2]:
-                    segments = _segments(command.version)
+                    segments = _segments(command.version, shape.tokens)
                 pushers[command.shard].put(command, _payload(arrays, segments))
     for task in running:
         task.result()
 
 
-def _arrays(seed: int) -> dict[str, Array]:
-    random, total = np.random.default_rng(seed), GROUP * TOKENS
+def _arrays(seed: int, tokens: int) -> dict[str, Array]:
+    random, total = np.random.default_rng(seed), GROUP * tokens
     return {
-        "lengths": np.full(GROUP, TOKENS, np.int32),
+        "lengths": np.full(GROUP, tokens, np.int32),
         "token_ids": random.integers(0, 150_000, total, dtype=np.int32),
         "logprobs": -random.random(total, dtype=np.float32),
         "loss_mask": np.ones(total, np.uint8),
@@ -252,8 +264,8 @@ def _arrays(seed: int) -> dict[str, Array]:
     }
 
 
-def _segments(version: Version) -> Array:
-    return np.asarray([(sample, 0, version, TOKENS) for sample in range(GROUP)], np.int64)
+def _segments(version: Version, tokens: int) -> Array:
+    return np.asarray([(sample, 0, version, tokens) for sample in range(GROUP)], np.int64)
 
 
 def _payload(arrays: dict[str, Array], segments: Array) -> GroupPayload:

@@ -126,9 +126,16 @@ class OwnReader:
         self._pulled: PulledVersion = self._runner.run(self._puller.reach(Lineage(0), Version(token)))
 
     def views(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        yield from self.verified().items()
+        self.release()
+
+    def verified(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays of the version, verified if this reader verifies."""
         if self._verified:
             self._runner.run(self._pulled.verify())
-        yield from self._pulled.arrays().items()
+        return self._pulled.arrays()
+
+    def release(self) -> None:
         self._runner.run(self._pulled.close())
         del self._pulled
 

@@ -65,6 +65,8 @@ class Fleet(Section, frozen=True, kw_only=True):
     """Number of samples decoded at once; 0: ``rollout.max_inflight``."""
     kv_tokens: NonNegative = 0
     """Capacity of the KV cache in tokens; 0: ``simulation.kv_tokens``."""
+    remote: bool = False
+    """The engines pull weights over a network: ``pull.network_gib_s`` of the cost file is added."""
 
 
 class Occurrence(Section, frozen=True, kw_only=True):
@@ -84,6 +86,12 @@ class Simulation(Section, frozen=True, kw_only=True):
     ``simulated_step_s``.
     """
 
+    costs: Text = ""
+    """TOML file with measured costs of scheduler, trajectory servers, wire, weights, engines, rewards, trainer and
+    checkpoints; "": only the constants below and ``simulated_step_s`` cost time. ``python -m bench.costs`` writes one.
+    Its tables replace the constants of the same names."""
+    model_gib: NonNegativeFloat = 0.0
+    """Size of a version of the weights in GiB, by which the cost file charges transfers and checkpoints."""
     pull_s: NonNegativeFloat = 0.0
     """Seconds from the order to load a version until its bytes are at the engine, which continues meanwhile."""
     load_s: NonNegativeFloat = 0.0

@@ -44,9 +44,9 @@ class Table:
     keys: tuple[Key, ...]
 
 
-def tables() -> Iterator[Table]:
+def tables(schema: type[Struct] = Config) -> Iterator[Table]:
     """Yield every table in the order of the schema, each before those inside it."""
-    yield from _tables(cast(kinds.StructType, kinds.type_info(Config)), "", many=False)
+    yield from _tables(cast(kinds.StructType, kinds.type_info(schema)), "", many=False)
 
 
 def _tables(kind: kinds.StructType, name: str, *, many: bool) -> Iterator[Table]:
@@ -63,6 +63,8 @@ def _tables(kind: kinds.StructType, name: str, *, many: bool) -> Iterator[Table]
 
 def _struct(kind: kinds.Type) -> kinds.StructType | None:
     item = kind.item_type if isinstance(kind, kinds.ListType) else kind
+    if isinstance(item, kinds.UnionType):  # an optional table
+        item = next((each for each in item.types if isinstance(each, kinds.StructType)), item)
     return item if isinstance(item, kinds.StructType) else None
 
 

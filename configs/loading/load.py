@@ -33,6 +33,7 @@ RESOLVED = "config.json"
 _PATHS = (
     *(("model", "path"), ("prompts", "path"), ("prompts", "eval_path"), ("reference", "path"), ("critic", "path")),
     *(("rollout.simulated", "trace"), ("security", "keys"), ("metrics", "token"), ("model.lora", "path")),
+    ("simulation", "costs"),
 )
 _MODELS = (("model", "path"), ("reference", "path"), ("critic", "path"))
 _SPECS = (

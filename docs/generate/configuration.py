@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from docs.generate.made import MADE
+from staleflow.configs.costs import Costs
 from staleflow.configs.loading.describe import Key, Table, tables
 from staleflow.configs.section import MOST
 
@@ -21,6 +22,29 @@ def configuration() -> Iterator[str]:
     yield ""
     for table in tables():
         yield from _table(table)
+
+
+def costs() -> Iterator[str]:
+    """The reference of the cost file."""
+    yield "# The cost file of the simulator"
+    yield ""
+    yield MADE
+    yield ""
+    yield "```sh"
+    yield "python -m bench.costs costs.toml      # measures this machine, in some minutes"
+    yield "staleflow simulate configs/skewed.toml simulation.costs=costs.toml simulation.model_gib=3.0"
+    yield "```"
+    yield ""
+    yield "Without a cost file, the simulator charges the values of `[simulation]`, `[rollout.simulated]` and"
+    yield "`trainer.simulated_step_s`; scheduler, trajectory servers, wire, publishing and checkpoints take no time."
+    yield "With one, each of its tables is charged. Every table is optional; a value that is not given is 0. The rules"
+    yield "of other systems (`--compare`) pay for engines, weights, rewards, trainer and checkpoints, but for no"
+    yield "scheduler, trajectory server or wire, and never overlap publishing. Relays, and engines that share one link,"
+    yield "are not modelled: each pull takes the same time."
+    yield ""
+    for table in tables(Costs):
+        if table.name:
+            yield from _table(table)
 
 
 def _table(table: Table) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """All generated pages and pictures, by path below ``docs/``."""
 
 from docs.generate.commands import commands
-from docs.generate.configuration import configuration
+from docs.generate.configuration import configuration, costs
 from docs.generate.diagrams import architecture, machines, stages
 from docs.generate.life import life
 from docs.generate.metrics import metrics
@@ -13,7 +13,7 @@ from docs.generate.window import window
 
 def generated_files() -> dict[str, str]:
     """Return the text of each page and picture."""
-    pages = {"configuration": configuration(), "commands": commands(), "metrics": metrics()}
+    pages = {"configuration": configuration(), "costs": costs(), "commands": commands(), "metrics": metrics()}
     pictures = {"life": life(), "window": window(), "timeline": timeline()}
     pictures |= {"architecture": architecture(), "machines": machines(), "stages": stages()}
     return {

@@ -6,7 +6,7 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.pools import pools
 from staleflow.configs.schema import Config
 from staleflow.configs.simulation import Fleet
-from staleflow.sim.cost import StepCost
+from staleflow.sim.charges import Charges
 from staleflow.sim.workload import Workload
 
 LONGEST_STEP_S = 3_600.0
@@ -24,25 +24,25 @@ def fleet(config: Config) -> list[Fleet]:
             speed=kind.speed,
             slots=kind.slots or config.rollout.max_inflight,
             kv_tokens=kind.kv_tokens or config.simulation.kv_tokens,
+            remote=kind.remote,
         )
         for kind in kinds
         for _ in range(kind.count)
     ]
 
 
-def check(config: Config, workload: Workload) -> None:
+def check(config: Config, workload: Workload, charges: Charges) -> None:
     """Check that engines can hold a group, that step times are plausible, and that events name existing engines."""
     engines = fleet(config)
-    _steps_take_time(config, engines)
+    _steps_take_time(config, engines, charges)
     _engines_hold_a_group(config, engines, workload)
     _events_are_possible(config, engines)
 
 
-def _steps_take_time(config: Config, engines: list[Fleet]) -> None:
-    simulation = config.simulation
-    longest = simulation.prompt_tokens + config.rollout.max_new_tokens
+def _steps_take_time(config: Config, engines: list[Fleet], charges: Charges) -> None:
+    longest = config.simulation.prompt_tokens + config.rollout.max_new_tokens
     for kind in engines:
-        cost = StepCost.of(config.rollout.simulated, prefill_s=simulation.prefill_s, speed=kind.speed)
+        cost = charges.step_cost(kind.speed)
         kv = min(kind.slots * longest, kind.kv_tokens or kind.slots * longest)
         for running, held in ((1, 0), (kind.slots, kv)):
             seconds = cost.steps_s(1, running, held)
@@ -51,10 +51,9 @@ def _steps_take_time(config: Config, engines: list[Fleet]) -> None:
                     f"with {running} running samples and {held} tokens in KV cache a step of an engine of speed "
                     f"{kind.speed:g} would last {seconds:g} s: above 0, at most {LONGEST_STEP_S:g} s"
                 )
-                one = config.rollout.simulated
-                raise ConfigError(
-                    "rollout.simulated", f"k1 {one.k1:g}, k2 {one.k2:g}, k3 {one.k3:g}, k4 {one.k4:g}", allowed
-                )
+                one = charges.costs.engine or config.rollout.simulated
+                key = "simulation.costs" if charges.costs.engine else "rollout.simulated"
+                raise ConfigError(key, f"k1 {one.k1:g}, k2 {one.k2:g}, k3 {one.k3:g}, k4 {one.k4:g}", allowed)
 
 
 def _engines_hold_a_group(config: Config, engines: list[Fleet], workload: Workload) -> None:

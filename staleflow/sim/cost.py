@@ -1,8 +1,9 @@
-"""Duration of an engine's steps: ``k1 * kv + max(k2, k3 * n) + k4`` seconds."""
+"""Duration of an engine's steps: ``k1 * kv + max(k2, k3 * n) + k4`` seconds, and more with a mixture of experts."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from staleflow.configs.costs import EngineCosts
 from staleflow.configs.simulation import Simulated
 
 _EARLY_S = 1e-9
@@ -12,29 +13,42 @@ _EARLY_S = 1e-9
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
     """Coefficients in seconds: per token in the KV cache, minimum of a step, per running sample, overhead, per token of
-    prefill."""
+    prefill, to read all experts. ``active_share``: experts that a token chooses, of all."""
 
     k1: float
     k2: float
     k3: float
     k4: float
     prefill_s: float = 0.0
+    experts_s: float = 0.0
+    active_share: float = 0.0
 
     @classmethod
-    def of(cls, simulated: Simulated, *, prefill_s: float = 0.0, speed: float = 1.0) -> "StepCost":
+    def of(cls, simulated: Simulated | EngineCosts, *, prefill_s: float = 0.0, speed: float = 1.0) -> "StepCost":
         """Return the coefficients of the configuration, ``speed`` times as fast."""
-        return cls(
+        cost = cls(
             k1=simulated.k1 / speed,
             k2=simulated.k2 / speed,
             k3=simulated.k3 / speed,
             k4=simulated.k4 / speed,
             prefill_s=prefill_s / speed,
         )
+        if isinstance(simulated, EngineCosts) and simulated.experts:
+            share = simulated.active / simulated.experts
+            return replace(cost, experts_s=simulated.experts_s / speed, active_share=share)
+        return cost
+
+    def _constant_s(self, running: int) -> float:
+        """Return the seconds of a step without its time for the KV cache."""
+        read_s = self.k2
+        if self.experts_s:  # samples that choose experts evenly choose this share of them
+            read_s += self.experts_s * (1.0 - (1.0 - self.active_share) ** running)
+        return max(read_s, self.k3 * running) + self.k4
 
     def steps_s(self, steps: int, running: int, kv: int) -> float:
         """Return the seconds of ``steps`` steps of ``running`` samples that start with ``kv`` tokens and add one each
         per step."""
-        each = max(self.k2, self.k3 * running) + self.k4
+        each = self._constant_s(running)
         return steps * each + self.k1 * (steps * kv + running * (steps * (steps - 1) // 2))
 
     def steps_until(self, seconds: float, running: int, kv: int) -> int:
@@ -43,7 +57,7 @@ class StepCost:
         if seconds <= 0:
             return 0
         grows = self.k1 * running / 2
-        first = max(self.k2, self.k3 * running) + self.k4 + self.k1 * kv
+        first = self._constant_s(running) + self.k1 * kv
         linear = first - grows
         root = 2 * seconds / (linear + math.sqrt(linear * linear + 4 * grows * seconds))
         steps = max(math.ceil(root), 1)

@@ -54,12 +54,11 @@ class SimVersion(PulledVersion):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """The servers of all workers of a run, and the durations of weight transfers."""
+    """The servers of all workers of a run, and the pause to load weights."""
 
     scheduler: MemoryEndpoint
     shards: Sequence[MemoryEndpoint]
     recipe: SimRecipe
-    pull_s: float
     load_s: float
     report_s: float
     failed: Callable[[BaseException], None]
@@ -69,7 +68,9 @@ class Peers:
 class SimInstance:
     """One life of one worker, which starts at once."""
 
-    def __init__(self, worker: WorkerId, name: str, engine: SimEngine, conductor: Conductor, peers: Peers) -> None:
+    def __init__(
+        self, worker: WorkerId, name: str, engine: SimEngine, conductor: Conductor, peers: Peers, *, pull_s: float
+    ) -> None:
         self.worker = worker
         self.name = name
         self.engine = engine
@@ -77,6 +78,7 @@ class SimInstance:
         self.ended_s = float("inf")
         self._conductor = conductor
         self._peers = peers
+        self._pull_s = pull_s
         self._why = ""
         """Reason of leaving; empty while it works."""
         self._process = conductor.spawn(worker, self._main)
@@ -91,7 +93,7 @@ class SimInstance:
         await scheduler.ask(request, AttachReply)
         longest = recipe.sampling.max_new_tokens
         engine = SimAsyncEngine(self.engine, recipe.book, load_s=peers.load_s, longest=longest)
-        puller = SimPuller(peers.pull_s)
+        puller = SimPuller(self._pull_s)
         worker = Worker(self.worker, scheduler, shards, puller, engine, _encode, recipe, report_s=peers.report_s)
         why = "failed"
         try:

@@ -1,9 +1,11 @@
 """Numbers of a run that are computed in the same way for the service and for its peers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from statistics import fmean
 
 from staleflow.configs.schema import Config
+from staleflow.sim.charges import Charges
 from staleflow.sim.engine import SimEngine
 from staleflow.sim.result import EngineRow, StepRow
 
@@ -47,6 +49,15 @@ def rollout_limit(
         alive = max(lived_s, 0.0) / (ended_s - began_s) if ended_s > began_s else 1.0
         rate += alive * engine.cost.tokens_per_s(running, round(running * context))
     return 60.0 * rate / (config.trainer.batch_size * config.rollout.group_size * mean)
+
+
+def trainer_limit(train_s: Sequence[float], charges: Charges) -> float:
+    """Return the steps per minute if a batch were always ready, from the durations of the trained steps; 0: a step
+    takes no time."""
+    overlaps = charges.config.trainer.overlap_publish
+    step_s = fmean(train_s) if train_s else charges.config.trainer.simulated_step_s
+    step_s = max(step_s, charges.publish_s()) if overlaps else step_s + charges.publish_s()
+    return 60.0 / step_s if step_s else 0.0
 
 
 def engine_row(name: str, engine: SimEngine, *, began_s: float, ended_s: float) -> EngineRow:

@@ -72,11 +72,14 @@ class Result:
     """Mean length trained / mean length drawn for the started groups."""
     engine_idle: float
     trainer_idle: float
+    """Share of the time in which the trainer did not train: publishing and checkpoints that it waited for included."""
     engines: list[EngineRow] = field(repr=False)
     drawn: list[int] = field(repr=False)
     """Drawn length of each started trajectory, whether pushed or not."""
     trained: list[int] = field(repr=False)
     """Length of each trained trajectory."""
+    scheduler_busy: float = 0.0
+    """Share of the time in which the scheduler's core worked, as far as the cost file charges it."""
     trace_hash: str = ""
     """Hash of the trace's last line: equal for equal runs."""
 

@@ -34,6 +34,8 @@ from staleflow.protocols.wire.messages import (
 from staleflow.protocols.wire.tensors import arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.sim.asking import Ask
+from staleflow.sim.charges import Charges
+from staleflow.sim.queues import GIB, Queue
 from staleflow.sim.sample import Sample
 from staleflow.sim.timeline import Timeline
 from staleflow.sim.workload import Workload
@@ -53,7 +55,7 @@ class SimShard:
         timeline: Timeline,
         ask: Ask,
         *,
-        reward_s: float,
+        charges: Charges,
         describes: bool,
         samples: Sequence[Sample],
         pushed: dict[LeaseId, list[Sample]],
@@ -63,7 +65,11 @@ class SimShard:
         self._workload = workload
         self._timeline = timeline
         self._ask = ask
-        self._reward_s = reward_s
+        self._charges = charges
+        self.core = Queue(timeline)
+        """The processor time of the shard."""
+        self.nbytes: dict[LeaseId, int] = {}
+        """Size of the payload of each group that it accepted."""
         self._describes = describes
         self._pushed_samples = pushed
         self._samples = samples
@@ -107,7 +113,7 @@ class SimShard:
             case GetSlab():
                 call.reply(Slab(folder="", name="", nbytes=0, known=[]))
             case PushGroups():
-                self._push(call, call.body)
+                self._take(call, call.body)
             case _:
                 call.refuse(Code.DENIED, f"no simulated shard serves {type(call.body).__name__}")
 
@@ -117,6 +123,18 @@ class SimShard:
         frames = [frame for one in left if one is not None for frame in one[1]]
         call.reply(Rows(rows=rows, partials=[None if one is None else one[0] for one in left]), frames)
 
+    def fetch(self, groups: int, nbytes: int, done: Callable[[], object]) -> None:
+        """Send payload to the trainer; call ``done`` once it has left."""
+        costs = self._charges.costs.shard
+        self.core.add(0.0 if costs is None else costs.fetch_group_s * groups + costs.fetch_gib_s * nbytes / GIB, done)
+
+    def _take(self, call: Call, pushed: PushGroups) -> None:
+        costs = self._charges.costs.shard
+        work_s = 0.0
+        if costs is not None:
+            work_s = costs.push_group_s * len(pushed.items) + costs.push_gib_s * call.nbytes / GIB
+        self.core.add(work_s, lambda: self._push(call, pushed))
+
     def _push(self, call: Call, pushed: PushGroups) -> None:
         """Register finished groups; the scheduler's verdict is the reply."""
         ops: list[Op] = []
@@ -124,6 +142,7 @@ class SimShard:
         start = 0
         for item in pushed.items:
             end = start + len(item.frames)
+            self.nbytes[item.lease] = sum(frame.nbytes for frame in call.frames[start:end])
             payload = GroupPayload.from_arrays(arrays(item.frames, call.frames[start:end]))
             lengths: list[int] = payload.lengths.tolist()
             firsts = np.cumsum(payload.lengths) - payload.lengths
@@ -151,7 +170,8 @@ class SimShard:
         for item, result in zip(pushed.items, results, strict=True):
             if result.code is None:
                 self._pushed_samples[item.lease] = samples[item.lease]
-                self._timeline.after(self._reward_s, self._rewarded, item.group, item.lease)
+                reward_s = self._charges.reward_s(item.group, item.lease)
+                self._timeline.after(reward_s, self._rewarded, item.group, item.lease)
         call.reply(Results(results=results))
 
     def _rewarded(self, group: GroupId, lease: LeaseId) -> None:

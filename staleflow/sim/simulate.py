@@ -1,5 +1,6 @@
 """``simulate``: run a configuration and return a ``Result``, with an audited trace in between."""
 
+import math
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -8,7 +9,7 @@ import msgspec
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
-from staleflow.sim.measure import engine_row, rollout_limit, steps_per_min
+from staleflow.sim.measure import engine_row, rollout_limit, steps_per_min, trainer_limit
 from staleflow.sim.result import Result, StepRow
 from staleflow.sim.trainer import Trained
 from staleflow.sim.world import World
@@ -70,7 +71,7 @@ def _result(world: World, report: AuditReport) -> Result:
         seconds=end_s,
         steps=rows,
         steps_per_min=steps_per_min(rows, skip),
-        trainer_limit=60.0 / config.trainer.simulated_step_s if config.trainer.simulated_step_s else 0.0,
+        trainer_limit=trainer_limit([row.train_s for row in trained], world.charges),
         rollout_limit=rollout_limit(config, lives, drawn, rows, skip),
         staleness_mean=ages / groups if groups else 0.0,
         staleness_max=max((row.staleness_max for row in rows), default=0),
@@ -80,8 +81,9 @@ def _result(world: World, report: AuditReport) -> Result:
         filtered=world.filtered / generated if generated else 0.0,
         masked=sum(row.masked for row in rows) / tokens if tokens else 0.0,
         length_bias=(sum(of_drawn) / len(of_drawn)) / (sum(drawn) / len(drawn)) if of_drawn else 1.0,
+        scheduler_busy=world.scheduler.busy_s / end_s if end_s else 0.0,
         engine_idle=1.0 - sum(engine.busy_s for engine in engines) / alive_s if alive_s else 0.0,
-        trainer_idle=1.0 - len(rows) * config.trainer.simulated_step_s / (end_s - trainer.began_s) if rows else 0.0,
+        trainer_idle=1.0 - math.fsum(row.train_s for row in trained) / (end_s - trainer.began_s) if rows else 0.0,
         engines=engines,
         drawn=drawn,
         trained=lengths,

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from staleflow.configs.schema import Config
 from staleflow.configs.simulation import Occurrence
 from staleflow.net.limits import TransportLimits
-from staleflow.net.memory_transport import MemoryEndpoint
 from staleflow.protocols.consistency import effects
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages import Attach, GetStatus, Reply, SchedulerStatus
@@ -22,10 +21,12 @@ from staleflow.servers.scheduler.lengths.expected import Lengths
 from staleflow.servers.scheduler.main import CYCLE_DELAY_S, open_service
 from staleflow.sim.asking import Ask, Stalled, nothing
 from staleflow.sim.book import Book, SimRecipe
+from staleflow.sim.charges import Charges
 from staleflow.sim.check import check, fleet
-from staleflow.sim.cost import StepCost
 from staleflow.sim.engine import SimEngine
 from staleflow.sim.instance import Peers, SimInstance
+from staleflow.sim.payload import StoredPayload
+from staleflow.sim.queues import Drains, WiredEndpoint
 from staleflow.sim.sample import Sample
 from staleflow.sim.shard import SimShard
 from staleflow.sim.trainer import SimTrainer
@@ -45,7 +46,8 @@ class World:
         self.config = config
         self.timeline = Conductor(0.0)
         self.workload = Workload(config)
-        check(config, self.workload)
+        self.charges = charges = Charges.of(config)
+        check(config, self.workload, charges)
         self.lives: list[SimInstance] = []
         """Every worker that ever lived, in order."""
         self.book = Book(self.workload)
@@ -61,7 +63,7 @@ class World:
         self._current: dict[int, SimInstance] = {}
         """The current worker of each engine number."""
         self._progress, self._progress_s = (0, 0), 0.0
-        self._stall_timeout_s = stall_timeout_s(config)
+        self._stall_timeout_s = stall_timeout_s(charges)
         self._service, self._interpreter = open_service(
             config,
             run_dir,
@@ -71,17 +73,18 @@ class World:
             KnownLengths(self.workload.expected) if config.simulation.known_lengths else None,
             wake_later=partial(self.timeline.after, CYCLE_DELAY_S),
         )
-        self._endpoint = MemoryEndpoint(self._service.on_call, self.timeline.soon)
+        wire = charges.costs.wire
+        self.scheduler = Drains(self.timeline, charges.costs.scheduler, self._service.on_call)
+        self._endpoint = WiredEndpoint(self.scheduler.receive, self.timeline, wire)
         self._interpreter.listen(effects.Released, self._on_released)
         self._interpreter.listen(effects.Dropped, self._on_dropped)
-        simulation = config.simulation
         self._shards = [
             SimShard(
                 shard,
                 self.workload,
                 self.timeline,
                 self._ask(f"trajectories-{shard}"),
-                reward_s=simulation.reward_s,
+                charges=charges,
                 describes=config.coordination.ranker == "learned",
                 samples=self.book.samples,
                 pushed=self.pushed,
@@ -92,23 +95,14 @@ class World:
         """Errors that ended workers."""
         self._peers = Peers(
             scheduler=self._endpoint,
-            shards=[MemoryEndpoint(shard.on_call, self.timeline.soon) for shard in self._shards],
+            shards=[WiredEndpoint(shard.on_call, self.timeline, wire) for shard in self._shards],
             recipe=recipe,
-            pull_s=simulation.pull_s,
-            load_s=simulation.load_s,
-            report_s=simulation.report_s,
+            load_s=charges.load_s(),
+            report_s=config.simulation.report_s,
             failed=self._failures.append,
         )
-        self.trainer = SimTrainer(
-            self.timeline,
-            self._ask("trainer"),
-            steps=config.trainer.steps,
-            batch_size=config.trainer.batch_size,
-            train_s=config.trainer.simulated_step_s,
-            checkpoint_every=config.trainer.checkpoint_every,
-            ahead=simulation.publish == "start",
-            stream_groups=config.trainer.stream_groups if config.trainer.streaming else 0,
-        )
+        payload = StoredPayload(self.timeline, self._shards, self.pushed, wire)
+        self.trainer = SimTrainer(self.timeline, self._ask("trainer"), charges, payload)
         self.fleet = fleet(config)
 
     def run(self, seconds: float | None = None) -> None:
@@ -138,14 +132,16 @@ class World:
         self._interpreter.trace.close()
 
     def _settle(self) -> bool:
-        if not self._endpoint.requested:
-            return False
-        self._endpoint.requested = False
+        started = self.scheduler.start()
+        if not self.scheduler.handled:
+            return started
+        self.scheduler.handled = False
         self._service.flush()
         return True
 
     def _tick(self) -> None:
         self._service.tick(self._endpoint.peers)
+        self.scheduler.charge_second(len(self._endpoint.peers), len(self._current))
         self.timeline.after(TICK_INTERVAL_S, self._tick)
         self._check_progress()
 
@@ -169,16 +165,16 @@ class World:
 
     def _join(self, number: int) -> None:
         kind = self.fleet[min(number, len(self.fleet) - 1)]
-        simulation, rollout = self.config.simulation, self.config.rollout
         worker = WorkerId(f"rollout-{number}.{len(self.lives)}")
         engine = SimEngine(
             self.timeline,
-            StepCost.of(rollout.simulated, prefill_s=simulation.prefill_s, speed=kind.speed),
+            self.charges.step_cost(kind.speed),
             slots=kind.slots,
             kv_capacity=kind.kv_tokens,
-            on_update=rollout.on_update,
+            on_update=self.config.rollout.on_update,
         )
-        instance = SimInstance(worker, f"rollout-{number}", engine, self.timeline, self._peers)
+        pull_s = self.charges.pull_s(remote=kind.remote)
+        instance = SimInstance(worker, f"rollout-{number}", engine, self.timeline, self._peers, pull_s=pull_s)
         self.lives.append(instance)
         self._current[number] = instance
 
@@ -225,11 +221,16 @@ class World:
         self.discarded += effect.tokens
 
 
-def stall_timeout_s(config: Config) -> float:
+def stall_timeout_s(charges: Charges) -> float:
     """Return the seconds without progress after which a run is stalled: far more than any activity of it takes."""
-    simulation = config.simulation
-    delays_s = simulation.pull_s + simulation.load_s + simulation.reward_s + simulation.report_s + simulation.tool_s
-    return 60.0 + 20.0 * delays_s + 2.0 * (config.scheduler.lease_s + config.trainer.simulated_step_s)
+    config = charges.config
+    simulation, group_size = config.simulation, config.rollout.group_size
+    longest = simulation.prompt_tokens + config.rollout.max_new_tokens
+    batch_size = config.trainer.batch_size
+    delays_s = charges.pull_s(remote=True) + charges.load_s() + charges.longest_reward_s()
+    delays_s += simulation.report_s + simulation.tool_s + charges.publish_s() + charges.written_s()
+    train_s = charges.train_s(batch_size, batch_size * group_size * longest)
+    return 60.0 + 20.0 * delays_s + 2.0 * (config.scheduler.lease_s + train_s)
 
 
 class KnownLengths(Lengths):

@@ -47,13 +47,12 @@ class Alone:
             scheduler=MemoryEndpoint(on_call, self.conductor.soon),
             shards=[],
             recipe=SimRecipe.with_book(config(), Book(workload)),
-            pull_s=0.0,
             load_s=0.0,
             report_s=1.0,
             failed=self.errors.append,
         )
         engine = SimEngine(self.conductor, StepCost(k1=0.0, k2=1.0, k3=0.0, k4=0.0), slots=8)
-        self.instance = SimInstance(WorkerId("rollout-0.0"), "rollout-0", engine, self.conductor, peers)
+        self.instance = SimInstance(WorkerId("rollout-0.0"), "rollout-0", engine, self.conductor, peers, pull_s=0.0)
 
     def until(self, time_s: float) -> None:
         self.conductor.at(time_s, lambda: None)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.servers.scheduler.prompts.queue import PromptQueue
+from staleflow.sim.charges import Charges
 from staleflow.sim.check import fleet
-from staleflow.sim.cost import StepCost
 from staleflow.sim.engine import OnUpdate, SimEngine
 from staleflow.sim.sample import Sample
 from staleflow.sim.timeline import Timeline
@@ -92,6 +92,7 @@ class Pool:
         self.filtered_tokens = 0
         self.changed = True
         """Set by events that the rule has not handled yet."""
+        self.charges = Charges.of(config)
         self.fleet = fleet(config)
         self.replicas = [self._replica(number, on_update) for number in range(len(self.fleet))]
         self._arrived = arrived
@@ -103,10 +104,10 @@ class Pool:
         """Samples that an engine has."""
 
     def _replica(self, number: int, on_update: OnUpdate) -> Replica:
-        kind, config = self.fleet[number], self.config
+        kind = self.fleet[number]
         engine = SimEngine(
             self.timeline,
-            StepCost.of(config.rollout.simulated, prefill_s=config.simulation.prefill_s, speed=kind.speed),
+            self.charges.step_cost(kind.speed),
             slots=kind.slots,
             kv_capacity=kind.kv_tokens,
             on_update=on_update,
@@ -185,7 +186,8 @@ class Pool:
         group.written.append(sample)
         if len(group.written) == self._workload.group_size:
             self._clear(group)
-            self.timeline.after(self.config.simulation.reward_s, lambda: self._rewarded(group))
+            reward_s = self.charges.reward_s(group.id, group.number)
+            self.timeline.after(reward_s, lambda: self._rewarded(group))
 
     def _clear(self, group: Group) -> None:
         """Remove a group from its engine; its unwritten samples are discarded."""
@@ -213,7 +215,8 @@ class Pool:
 
     def load(self, replica: Replica) -> None:
         """Let a replica load the newest weights, ``pull_s`` from now."""
-        version, pull_s = self.version, self.config.simulation.pull_s
+        version = self.version
+        pull_s = self.charges.pull_s(remote=self.fleet[replica.number].remote)
         if pull_s:
             self.timeline.after(pull_s, lambda: self._load(replica, version))
         else:
@@ -221,7 +224,7 @@ class Pool:
 
     def _load(self, replica: Replica, version: Version) -> None:
         replica.version = version
-        replica.engine.load(LINEAGE, version, self.config.simulation.load_s)
+        replica.engine.load(LINEAGE, version, self.charges.load_s())
         self.changed = True
 
     def loaded(self) -> bool:

@@ -1,9 +1,11 @@
 """``simulate_peer``: run a configuration under a peer's rule and return a ``Result``.
 
-The trainer is the service's: it takes a batch when it is free and there is one, works for ``simulated_step_s``, and
-publishes the next version at the end of its step (or at its beginning, see ``simulation.publish``).
+The trainer takes a batch when it is free and there is one, works for ``simulated_step_s`` or as long as the cost file
+has it, and publishes the next version at the end of its step (or at its beginning, see ``simulation.publish``). It
+stands still while it publishes and writes checkpoints. No scheduler, trajectory server or wire is charged.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -12,9 +14,10 @@ import msgspec
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Version
+from staleflow.sim.charges import Charges
 from staleflow.sim.check import check
 from staleflow.sim.engine import EngineFull
-from staleflow.sim.measure import engine_row, rollout_limit, steps_per_min
+from staleflow.sim.measure import engine_row, rollout_limit, steps_per_min, trainer_limit
 from staleflow.sim.peers.pool import Group, Pool
 from staleflow.sim.peers.presets import PEERS
 from staleflow.sim.result import Result, StepRow
@@ -30,7 +33,7 @@ def simulate_peer(name: str, config: Config, *, steps: int | None = None, second
         raise ConfigError("simulation.events", len(config.simulation.events), "0: the engines of peers never fail")
     if steps is not None:
         config = msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, steps=steps))
-    check(config, Workload(config))
+    check(config, Workload(config), Charges.of(config))
     run = PeerRun(config, name)
     try:
         run.run(seconds)
@@ -55,7 +58,9 @@ class PeerRun:
         self.rule = kind(self.pool)
         self.rows: list[StepRow] = []
         self._steps = config.trainer.steps
-        self._train_s = config.trainer.simulated_step_s
+        self.train_s: list[float] = []
+        """Seconds of training of each started step."""
+        self._checkpoint_every = config.trainer.checkpoint_every
         self._ahead = config.simulation.publish == "start"
         self._over = False
 
@@ -95,15 +100,26 @@ class PeerRun:
         pool.take(batch)
         if self._ahead:
             self._publish()
-        self.timeline.after(self._train_s, lambda: self._trained(step, began_s, batch))
+        samples = [sample for group in batch for sample in group.written]
+        train_s = pool.charges.train_s(len(batch), sum(sample.prompt + sample.written for sample in samples))
+        self.train_s.append(train_s)
+        stands_s = 0.0 if self._ahead else pool.charges.publish_s()
+        self.timeline.after(train_s + stands_s, lambda: self._trained(step, began_s, batch))
 
     def _trained(self, step: int, began_s: float, batch: Sequence[Group]) -> None:
         self.rows.append(_row(step, began_s, self.timeline.now_s, batch))
-        self.pool.training = False
-        self.pool.changed = True
         self._over = len(self.rows) >= self._steps
         if not self._ahead:
             self._publish()
+        checkpoint_s = self.pool.charges.checkpoint_s() if (step + 1) % self._checkpoint_every == 0 else 0.0
+        if checkpoint_s:
+            self.timeline.after(checkpoint_s, self._free)
+        else:
+            self._free()
+
+    def _free(self) -> None:
+        self.pool.training = False
+        self.pool.changed = True
 
     def _publish(self) -> None:
         self.pool.version = Version(self.pool.version + 1)
@@ -128,7 +144,6 @@ def _row(step: int, began_s: float, ended_s: float, batch: Sequence[Group]) -> S
 def _result(name: str, run: PeerRun) -> Result:
     pool, rows = run.pool, run.rows
     config, end_s = pool.config, run.timeline.now_s
-    train_s = config.trainer.simulated_step_s
     batches = pool.steps[: len(rows)]
     ages = [step - group.oldest() for step, batch in enumerate(batches) for group in batch]
     engines = [
@@ -144,7 +159,7 @@ def _result(name: str, run: PeerRun) -> Result:
         seconds=end_s,
         steps=rows,
         steps_per_min=steps_per_min(rows, skip),
-        trainer_limit=60.0 / train_s if train_s else 0.0,
+        trainer_limit=trainer_limit(run.train_s, pool.charges),
         rollout_limit=rollout_limit(config, lives, drawn, rows, skip),
         staleness_mean=sum(ages) / len(ages) if ages else 0.0,
         staleness_max=max(ages, default=0),
@@ -155,7 +170,7 @@ def _result(name: str, run: PeerRun) -> Result:
         masked=0.0,
         length_bias=(sum(of_drawn) / len(of_drawn)) / (sum(drawn) / len(drawn)) if of_drawn else 1.0,
         engine_idle=max(1.0 - sum(engine.busy_s for engine in engines) / (end_s * len(engines)), 0.0) if end_s else 0.0,
-        trainer_idle=1.0 - len(rows) * train_s / end_s if rows else 0.0,
+        trainer_idle=1.0 - math.fsum(run.train_s[: len(rows)]) / end_s if rows else 0.0,
         engines=engines,
         drawn=drawn,
         trained=trained,
