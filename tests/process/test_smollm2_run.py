@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""A pretrained model trains on tasks of reasoning-gym in a whole run: the shipped configuration, two small steps."""
+"""A pretrained model trains on tasks of reasoning-gym in a whole run: the shipped configuration, three small steps."""
 
 import importlib.util
 import json
@@ -18,8 +18,8 @@ needs_model = pytest.mark.skipif(
 )
 
 SMALL = (
-    *("trainer.steps=2", "trainer.batch_size=1", "trainer.checkpoint_every=2"),
-    *("trainer.eval_every=2", "trainer.eval_prompts=4"),
+    *("trainer.steps=3", "trainer.batch_size=1", "trainer.checkpoint_every=1", "parameters.store=disk"),
+    *("trainer.eval_every=3", "trainer.eval_prompts=4"),
     *("rollout.group_size=4", "rollout.max_inflight=8", "rollout.max_new_tokens=3", "rollout.filter=none"),
 )
 END_S = 800
@@ -28,24 +28,30 @@ END_S = 800
 
 @needs_model
 @pytest.mark.slow
-def test_a_pretrained_model_is_trained_end_to_end(run_dir: Path) -> None:
-    with Run(run_dir, "smollm2.toml", *SMALL) as run:
+@pytest.mark.parametrize("lora", [0, 4], ids=["whole", "adapter"])
+def test_a_pretrained_model_is_trained_end_to_end_although_its_trainer_is_killed(run_dir: Path, lora: int) -> None:
+    with Run(run_dir, "smollm2.toml", *SMALL, f"model.lora.rank={lora}") as run:
+        run.wait_for("consume", 1, END_S)  # the next step trains, or its version is being published
+        run.kill("attach", "train")
         output = run.finish(END_S)
     assert run.process.returncode == 0, output
     summary = run.summary()
-    assert (summary["steps"], summary["violations"], summary["outcome"]) == (2, 0, "finished")
-    audited(run_dir, "consume=2", "publish=3", "open=1", "close=1")
+    assert (summary["steps"], summary["violations"], summary["outcome"]) == (3, 0, "finished")
+    audited(run_dir, "rollback=1", "join=2", "publish=4", "open=1", "close=1")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if "loss" in line]
-    assert len(trained) == 2
+    assert {line["step"] for line in trained} == {0, 1, 2}
     assert trained[0]["mismatch_kl"] < 1e-6, "the first step's data is of the trainer's own weights"
     assert all(0 <= line["reward/mean"] <= 1 for line in trained)
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert all(sample["prompt"].startswith("2 - 6 = -4\n") for sample in samples)
+    versions = {path.stat().st_size for path in (run_dir / "parameters").rglob("*-*.bin")}
+    assert len(versions) == 1
+    assert (versions.pop() < 10 << 20) == bool(lora), "a version is the whole model, or the adapter alone"
     model = json.loads((run_dir / "model" / "config.json").read_text())
     assert (model["model_type"], model["num_hidden_layers"], "quantization_config" in model) == ("llama", 30, False)
     newline = json.loads((run_dir / "model" / "generation_config.json").read_text())["eos_token_id"][1]
-    tokenizer = json.loads((run_dir / "checkpoints" / "2" / "tokenizer.json").read_text())
+    tokenizer = json.loads((run_dir / "checkpoints" / "3" / "tokenizer.json").read_text())
     assert tokenizer["model"]["vocab"]["\u010a"] == newline  # byte-level tokenizers write a newline as this letter
 
 
