@@ -33,6 +33,7 @@ from bench.progress import tracked
 WAYS = (
     "staleflow",
     "staleflow, on disk",
+    "staleflow, two ranks",
     "staleflow, not verified",
     "ray",
     "safetensors",
@@ -44,6 +45,7 @@ COLUMNS = ("published", "mapped", "paused", "loaded", "cpu")
 COPIES = {
     "staleflow": (1, 1),
     "staleflow, on disk": (1, 1),
+    "staleflow, two ranks": (1, 1),
     "staleflow, not verified": (1, 1),
     "ray": (1, 1),
     "safetensors": (1, 1),
@@ -53,6 +55,7 @@ COPIES = {
 WHAT = {
     "staleflow": "staleflow: each reader verifies all bytes",
     "staleflow, on disk": "staleflow, parameters.store = disk",
+    "staleflow, two ranks": "staleflow: two ranks, each with half of every tensor",
     "staleflow, not verified": "staleflow, were they not verified",
     "ray": "ray.put of NumPy views",
     "safetensors": "safetensors on tmpfs",

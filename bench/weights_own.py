@@ -40,7 +40,8 @@ CONFIG = b"""{
 }"""
 
 
-def _config(place: str, store: VersionStore = "auto") -> Config:
+def config_of(place: str, store: VersionStore = "auto") -> Config:
+    """Return the configuration of the servers in this folder."""
     Path(place, "sock").mkdir(exist_ok=True)
     return from_json(CONFIG.replace(b"%s", store.encode()))
 
@@ -74,7 +75,7 @@ def _answer(call: Call) -> None:
 def _serve(place: str, store: VersionStore) -> None:
     """Scheduler and parameter server on one loop, until killed."""
     logging.disable(logging.INFO)
-    config = _config(place, store)
+    config = config_of(place, store)
 
     async def serving() -> None:
         scheduler = Endpoint(addresses(config, Path(place)).scheduler, on_call=_answer)
@@ -88,7 +89,7 @@ class OwnPublisher:
     """Publishes version after version."""
 
     def __init__(self, place: str, store: VersionStore = "auto") -> None:
-        address = addresses(_config(place), Path(place)).parameters
+        address = addresses(config_of(place), Path(place)).parameters
         self._place = place
         self._server = multiprocessing.get_context("spawn").Process(target=_serve, args=(place, store), daemon=True)
         self._server.start()
@@ -97,10 +98,14 @@ class OwnPublisher:
         self._version = 0
 
     def publish(self, arrays: dict[str, NDArray[Any]]) -> int:
+        return self.publish_weights(arrays)
+
+    def publish_weights(self, weights: Any) -> int:
+        """Publish arrays, or weights of several ranks; return the version."""
         version, self._version = self._version, self._version + 1
         self._runner.run(
             self._publisher.publish(
-                arrays, trainer_term=TrainerTerm(1), lineage=Lineage(0), version=Version(version), batch=None
+                weights, trainer_term=TrainerTerm(1), lineage=Lineage(0), version=Version(version), batch=None
             )
         )
         return version
@@ -118,7 +123,7 @@ class OwnReader:
 
     def __init__(self, place: str, number: int, *, verified: bool = True) -> None:
         self._verified = verified
-        address = addresses(_config(place), Path(place)).parameters
+        address = addresses(config_of(place), Path(place)).parameters
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._puller = self._runner.run(_made(lambda: Puller(address, worker=WorkerId(f"reader.{number}"))))
 

@@ -185,6 +185,11 @@ def _publisher_on_disk(place: str) -> Publisher:
     return built
 
 
+def _publisher_of_ranks(place: str) -> Publisher:
+    built: Publisher = importlib.import_module("bench.weights_ranks").RanksPublisher(place)
+    return built
+
+
 def _own_reader(place: str, number: int) -> Reader:
     built: Reader = importlib.import_module("bench.weights_own").OwnReader(place, number)
     return built
@@ -198,6 +203,7 @@ def _trusting_reader(place: str, number: int) -> Reader:
 WAYS: dict[str, tuple[Callable[[str], Publisher], Callable[[str, int], Reader]]] = {
     "staleflow": (_own_publisher, _own_reader),
     "staleflow, on disk": (_publisher_on_disk, _own_reader),
+    "staleflow, two ranks": (_publisher_of_ranks, _own_reader),
     "staleflow, not verified": (_own_publisher, _trusting_reader),
     "safetensors": (SafetensorsPublisher, lambda place, _: SafetensorsReader(place)),
     "zmq": (ZmqPublisher, ZmqReader),
