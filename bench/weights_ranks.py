@@ -15,7 +15,7 @@ from bench.weights_own import OwnPublisher, config_of
 from bench.weights_ways import tensors
 from staleflow.clients.weights import Publisher
 from staleflow.clients.weights.sharded import RankUpload, Span
-from staleflow.clients.weights.tensors import layout
+from staleflow.clients.weights.tensors import layout, tensor_of
 from staleflow.configs.loading.load import addresses
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import BeginPublishReply, Manifest
@@ -38,7 +38,7 @@ class Half:
         for entry, array in zip(self._manifest.tensors, self._arrays.values(), strict=True):
             middle = array.nbytes // array.itemsize // 2 * array.itemsize
             start, end = (0, middle) if self._rank == 0 else (middle, array.nbytes)
-            yield Span(entry.offset + start, memoryview(array).cast("B")[start:end])
+            yield Span(entry.offset + start, tensor_of(entry.name, array).data[start:end])
 
 
 class LeadingHalf(Half):
