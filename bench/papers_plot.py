@@ -34,8 +34,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
         1, len(points), figsize=(2.1 * len(points) + 1.2, 3.6), sharey=True, squeeze=False, layout="constrained"
     )
     for axis, point in zip(axes[0], points, strict=True):
-        for row, name in enumerate(names):
-            outcomes = (point.own | point.peers)[name]
+        for row, (name, outcomes) in enumerate(point.systems().items()):
             speed = ratio(outcomes, point.peers["sync"])
             fair = oldest(outcomes) <= point.eta and loses_nothing(outcomes)
             colour = OURS if name in OWN else THEIRS

@@ -74,9 +74,12 @@ class Point:
         free = [name for name, equal in self.equal.items() if loses_nothing(equal.outcomes)]
         return max(free, key=lambda name: speed(self.equal[name].outcomes))
 
+    def systems(self) -> dict[str, Outcomes]:
+        """Return all of our choices, then all peers at their own setting."""
+        return {**self.own, **self.peers}
+
     def conclusion(self) -> list[str]:
-        rows = {**self.own, **self.peers}
-        return conclusion([_result(name, outcomes, self.eta) for name, outcomes in rows.items()])
+        return conclusion([_result(name, outcomes, self.eta) for name, outcomes in self.systems().items()])
 
 
 def speed(outcomes: Outcomes) -> float:

@@ -22,11 +22,13 @@ def systems(points: Sequence[Point]) -> str:
     for point in points:
         head += [f"η {point.eta}: steps/min", "age mean / max", "lost"]
     rows = [
-        [name, *(cell for point in points for cell in _cells((point.own | point.peers)[name], point.eta))]
+        [name, *(cell for point in points for cell in _cells(point.systems()[name], point.eta))]
         for name in (*OWN, *PEERS)
     ]
     limits = ", ".join(f"{fmean(one.trainer_limit for one in point.own[DEFAULT]):.3f}" for point in points)
-    note = f"Limit of the trainer at η {', '.join(str(point.eta) for point in points)}: {limits} steps/min."
+    busy = max(one.scheduler_busy for point in points for outcomes in point.own.values() for one in outcomes)
+    etas = ", ".join(str(point.eta) for point in points)
+    note = f"Limit of the trainer at η {etas}: {limits} steps/min. Our scheduler: busy at most {busy:.2%} of the time."
     text = [f"η {point.eta}. {' '.join(point.conclusion())}" for point in points]
     return "\n\n".join([table(shape.name, head, rows), note, *text])
 
@@ -79,32 +81,21 @@ def by_shape(points: Sequence[Point]) -> str:
     head = ("shape", "η", "default / sync", "best / sync", "fastest peer", "default / it", "our best", "best / it")
     rows: list[Sequence[str]] = []
     for point in points:
-        rival, best = point.rival(), point.best()
-        default, chosen = point.own[DEFAULT], point.own[best]
-        sync, theirs = point.equal["sync"].outcomes, point.equal[rival].outcomes
-        rows.append(
-            (
-                point.shape.name,
-                str(point.eta),
-                str(ratio(default, sync)),
-                str(ratio(chosen, sync)),
-                rival,
-                str(ratio(default, theirs)),
-                best.removeprefix("staleflow "),
-                str(ratio(chosen, theirs)),
-            )
-        )
-    columns = (
-        lambda p: ratio(p.own[DEFAULT], p.equal["sync"].outcomes).value,
-        lambda p: ratio(p.own[p.best()], p.equal["sync"].outcomes).value,
-        lambda p: ratio(p.own[DEFAULT], p.equal[p.rival()].outcomes).value,
-        lambda p: ratio(p.own[p.best()], p.equal[p.rival()].outcomes).value,
-    )
+        one, two, three, four = map(str, _beside(point))
+        best = point.best().removeprefix("staleflow ")
+        rows.append((point.shape.name, str(point.eta), one, two, point.rival(), three, best, four))
     for name in dict.fromkeys(point.shape.name for point in points):
-        own = [point for point in points if point.shape.name == name]
-        one, two, three, four = (_spread(of(point) for point in own) for of in columns)
+        some = [_beside(point) for point in points if point.shape.name == name]
+        one, two, three, four = (_spread(interval.value for interval in column) for column in zip(*some, strict=True))
         rows.append((f"**{name}**", "average / maximum", one, two, "", three, "", four))
     return table("Beside the synchronous loop and the fastest peer that keeps the bound and loses nothing", head, rows)
+
+
+def _beside(point: Point) -> tuple[Interval, Interval, Interval, Interval]:
+    """Return default and best lossless choice over the synchronous loop, then both over the fastest lossless peer."""
+    sync, rival = point.equal["sync"].outcomes, point.equal[point.rival()].outcomes
+    default, best = point.own[DEFAULT], point.own[point.best()]
+    return ratio(default, sync), ratio(best, sync), ratio(default, rival), ratio(best, rival)
 
 
 def _spread(values: Iterable[float]) -> str:

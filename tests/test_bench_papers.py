@@ -1,4 +1,4 @@
-"""The comparison with the papers runs at a small size, keeps its guarantees, and charges what its formulas say."""
+"""The comparison with the papers runs at a small size, keeps its guarantees, and charges the costs of its formulas."""
 
 from pathlib import Path
 from xml.etree import ElementTree

@@ -20,7 +20,8 @@ class Forge(Rule):
     loaded. A group is then at most ``(capacity + window - 2) // batch_size`` versions old. This model takes a capacity
     of ``max_staleness`` batches and the largest window that keeps the bound, a batch and one group; at a bound of 1 or
     0, where such a buffer would make the run synchronous, one batch more and a window of one group, which is strict
-    FIFO. MiniMax does not say what becomes of running samples at new weights; here they continue with their KV cache.
+    FIFO. MiniMax does not publish the treatment of running samples at new weights; here they continue with their KV
+    cache.
 
     Bound in versions: ``max_staleness``, hard, by the size of buffer and window. Nothing is lost. The price is waiting
     for the oldest group.

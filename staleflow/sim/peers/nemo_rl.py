@@ -29,7 +29,7 @@ class NemoRl(Rule):
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
         self._ahead = max(pool.max_staleness, 1)
-        self._max_running = self._ahead * pool.batch_size
+        self._max_running: float = self._ahead * pool.batch_size
         self._targets: dict[Group, int] = {}
         """The step of each group that is neither trained nor filtered."""
         self._started: Counter[int] = Counter()

@@ -16,8 +16,8 @@ class Stitch(NemoRl):
     Based on modal-projects/stitch: src/stitch/types.py and cookbook/common/hooks.py (a request demands the newest
     published version, ``exact`` with a lag of 0), src/stitch/sync.py (a commit closes the admission of its replica and
     waits for requests with exact versions; each replica for itself). A replica that is behind answers 409 and the
-    request is repeated; here it waits at that engine. Stitch prescribes no trainer, and what it checks at a request
-    says nothing about the step that trains it. This model therefore gives each step the groups that started for it,
+    request is repeated; here it waits at that engine. Stitch prescribes no trainer, and its check at a request does
+    not bound the age at the step that trains it. This model therefore gives each step the groups that started for it,
     at most ``max_staleness`` steps ahead, as NeMo-RL does.
 
     Bound in versions: ``max_staleness``, at least 1, hard. Nothing is lost, and no group mixes versions. The price is
