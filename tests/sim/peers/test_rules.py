@@ -19,8 +19,9 @@ from staleflow.sim.peers.run import PeerRun, simulate_peer
 from staleflow.sim.world import World
 from tests.sim.configs import config
 
-HARD = ("sync", "psrl", "prime-rl", "slime", "roll-agentic", "trl")
-LOSSLESS = ("sync", "psrl", "areal", "verl", "slime", "laminar")
+EXACT = ("nemo-rl", "stitch", "forge")
+HARD = ("sync", "psrl", *EXACT, "prime-rl", "slime", "roll-agentic", "trl")
+LOSSLESS = ("sync", "psrl", *EXACT, "areal", "verl", "slime", "laminar")
 
 
 def tail(**settings: Any) -> Config:
@@ -187,6 +188,65 @@ def test_areal_trains_the_groups_that_began_first_of_those_that_are_done() -> No
     for group in (third, second, first):
         run.rule.arrived(group)
     assert run.rule.batch() == [first, second]
+
+
+# --- NeMo-RL and Stitch -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["nemo-rl", "stitch"])
+def test_each_step_trains_the_groups_that_started_for_it(name: str) -> None:
+    run = ran(name, tail(max_staleness=2, pull_s=0.1))
+    numbers = [sorted(group.number for group in batch) for batch in run.pool.steps]
+    assert numbers == [list(range(4 * step + 1, 4 * step + 5)) for step in range(40)]
+    assert max(ages(run)) == 2
+
+
+def test_nemo_rl_has_at_most_the_bound_times_a_batch_in_flight_and_starts_nothing_during_a_refit() -> None:
+    run = PeerRun(tail(max_staleness=2, pull_s=0.3), "nemo-rl")
+    run.run(seconds=0.301)
+    assert len(run.pool.running) == 8
+    assert all(group.replica.version == 0 for group in run.pool.started)
+
+
+def test_nemo_rl_replaces_a_filtered_group_for_the_same_step() -> None:
+    run = ran("nemo-rl", tail(filter_share=0.3))
+    assert run.pool.filtered_tokens > 0
+    assert max(ages(run)) == 1
+
+
+def test_stitch_writes_each_group_with_one_version_and_nemo_rl_does_not() -> None:
+    def segments(name: str) -> set[int]:
+        run = ran(name, tail(max_staleness=2, pull_s=0.1))
+        return {len(group.written[0].segments) for batch in run.pool.steps for group in batch}
+
+    assert segments("stitch") == {1}
+    assert segments("nemo-rl") > {1}
+
+
+# --- Forge ------------------------------------------------------------------------------------------------------------
+
+
+def test_forge_passes_over_a_slow_group_inside_its_window_and_stops_at_the_end_of_it() -> None:
+    run = PeerRun(tail(max_staleness=2), "forge")
+    run.rule.published()
+    run.pool.version = Version(0)
+    for replica in run.pool.replicas:
+        replica.version = Version(0)
+    run.rule.begin()
+    slow, *others = run.pool.started
+    assert len(others) == 7  # two batches in all
+    for group in reversed(others):
+        run.rule.arrived(group)
+    assert run.rule.batch() == others[:4]
+    assert run.rule.batch() == ()
+    run.rule.arrived(slow)
+    assert run.rule.batch() == [slow, *others[4:]]
+
+
+def test_forge_is_strict_fifo_at_a_bound_of_one() -> None:
+    run = ran("forge", tail())
+    numbers = [group.number for batch in run.pool.steps for group in batch]
+    assert numbers == list(range(1, 161))
 
 
 # --- prime-rl ---------------------------------------------------------------------------------------------------------
