@@ -16,6 +16,7 @@ seconds, over all processes of a run from their start to their end, hardly do.
     python -m bench.time_to_reward --workload smollm2 --raw runs/smollm2.jsonl --base synchronous --markdown
 """
 
+import itertools
 import json
 import os
 import resource
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -204,6 +205,14 @@ def read(file: Path) -> list[Result]:
     return msgspec.json.Decoder(Result).decode_lines(whole)
 
 
+def missing(
+    results: Sequence[Result], names: Sequence[str], seeds: Iterable[int], ways: Sequence[str], overrides: Sequence[str]
+) -> list[tuple[str, int, str]]:
+    """Return workload, seed and way of each run of a campaign that has no result with these overrides yet."""
+    done = {(one.workload, one.seed, one.way) for one in results if one.overrides == tuple(overrides)}
+    return [one for one in itertools.product(names, seeds, ways) if one not in done]
+
+
 def rows(results: Sequence[Result], goals: Mapping[str, float], base: str) -> list[tuple[str, ...]]:
     """Format each run, and the mean ratio of each way whose runs, and those of the base, all reached the goal."""
     cells: list[tuple[str, ...]] = []
@@ -274,15 +283,8 @@ def main(
     from bench.time_to_reward_task import WORKLOADS as ALL
 
     results = [one for file in files or ([out] if out else []) for one in read(file)]
-    done = {(one.workload, one.seed, one.way, one.overrides) for one in results}
     chosen = [way for way in WAYS if way != "staleflow"] if all_ways else ways
-    plan: list[tuple[str, int, str]] = [
-        (name, seed, way)
-        for name in names
-        for seed in range(first_seed, first_seed + seeds)
-        for way in chosen
-        if (name, seed, way, overrides) not in done
-    ]
+    plan = missing(results, names, range(first_seed, first_seed + seeds), chosen, overrides)
     folder = (runs or Path(tempfile.mkdtemp(prefix="sf-"))) / time.strftime("%H%M%S")
     for name, seed, way in tracked("runs", [] if files else plan, lambda one: " ".join(map(str, one))):
         place = folder / f"{name}-{seed}-{way}"
