@@ -1,10 +1,10 @@
 """Real engines behind a slow link: weights to a second site through a relay, whole, as deltas, and as LoRA adapters.
 
 Each run is ``staleflow launch`` over three network namespaces, as on three machines: the servers, the trainer, and an
-engine with a relay. The engine's link has a limited rate in both directions (``tc``), or none, as in the local run.
-Engine and trainer are real. The output has the train steps per minute, the median time from the publication of a
-version until the engine has loaded it, and the bytes that the engine's host received per step. Needs root, iproute2
-and, for SmolLM2, the extras that ``configs/smollm2.toml`` names.
+engine with a relay. The engine's link has a limited rate in both directions (and 20 ms of delay, if the kernel has
+netem), or no limit, as in the local run. Engine and trainer are real. The output has the train steps per minute, the
+median time from the publication of a version until the engine has loaded it, and the bytes that the engine's host
+received per step. Needs root, iproute2 and, for SmolLM2, the extras that ``configs/smollm2.toml`` names.
 
     python -m bench.slow_link [--mbit 20] [--steps 20] [--run quickstart-delta]...
 """
