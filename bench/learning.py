@@ -1,11 +1,12 @@
 """Measure the effect of staleness on learning, and the remedy that each correction offers.
 
-Three tasks, several seeds, equal samples: synchronous (max_staleness 0) beside each ``max_staleness``, correction and
-bound. Each run is the shipped ledger, engine and train step in one thread (``learning_run``), with a window that is
-always full, so that after the first steps every batch is as old as the bound allows. Finished runs are lines of
-``--rows`` and are not repeated, so that the whole grid can be stopped and continued.
+Three small tasks and a real model, several seeds, equal samples: synchronous (max_staleness 0) beside each
+``max_staleness``, correction and bound. Each run is the shipped ledger, engine and train step in one thread
+(``learning_run``), with a window that is always full, so that after the first steps every batch is as old as the bound
+allows. Finished runs are lines of ``--rows`` and are not repeated, so that the whole grid can be stopped and continued.
 
     python bench/learning.py [--tasks complement,rotate,sort] [--lrs 5e-4] [--seeds 0,1,2] [--etas 1,2,4,8]
+    python bench/learning.py --tasks smollm2 --lrs 2e-5 --steps 16 --groups 4 --every 4 --etas 2,8 --bounds trajectory
     python bench/learning.py --report-only          tables and plots of the finished runs
 """
 
@@ -47,12 +48,12 @@ def grid(
             yield {"task": task, "seed": seed, "eta": eta, "correction": correction, "bound": bound}
 
 
-def one(key: dict[str, Any], cache: str) -> Run:
+def one(key: dict[str, Any], cache: str, every: int) -> Run:
     """One run, from the task's model to its curve, in a process with one thread."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from bench.learning_one import train  # the report runs without torch
 
-    return train(key, Path(cache), every=EVERY, decode_steps=DECODE_STEPS)
+    return train(key, Path(cache), every=every, decode_steps=DECODE_STEPS)
 
 
 def read(rows: Path) -> list[Run]:
@@ -66,14 +67,14 @@ def read(rows: Path) -> list[Run]:
     return result
 
 
-def run_all(todo: Sequence[dict[str, Any]], rows: Path, cache: Path, workers: int) -> None:
+def run_all(todo: Sequence[dict[str, Any]], rows: Path, cache: Path, workers: int, every: int) -> None:
     """Execute the runs that are not in ``rows`` yet; append one line for each as soon as it has ended."""
     done = [run["key"] for run in read(rows)]
     left = [key for key in todo if key not in done]
     click.echo(f"{len(todo) - len(left)} of {len(todo)} runs are there", err=True)
     rows.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, rows.open("a") as out:
-        waiting = {pool.submit(one, key, str(cache)): key for key in left}
+        waiting = {pool.submit(one, key, str(cache), every): key for key in left}
         for number, ended in enumerate(as_completed(waiting), 1):
             run = ended.result()
             out.write(json.dumps(run) + "\n")
@@ -102,6 +103,8 @@ def _list(text: str) -> list[str]:
 @click.option("--corrections", default=",".join(CORRECTIONS), show_default=True)
 @click.option("--bounds", default=",".join(BOUNDS), show_default=True)
 @click.option("--steps", default=150, show_default=True, type=click.IntRange(min=1))
+@click.option("--groups", default=GROUPS, show_default=True, type=click.IntRange(min=1), help="Groups a step.")
+@click.option("--every", default=EVERY, show_default=True, type=click.IntRange(min=1), help="Steps per evaluation.")
 @click.option("--lrs", default="5e-4", show_default=True, help="Learning rates.")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(min=1), help="Runs at once, a core each.")
 @click.option("--rows", default=str(RUNS / "rows.jsonl"), show_default=True, type=click.Path(path_type=Path))
@@ -109,16 +112,16 @@ def _list(text: str) -> list[str]:
 @click.option("--report", default="", help="Write the tables here (.md) and the plots beside it.")
 @click.option("--report-only", is_flag=True, help="Run nothing.")
 def main(
-    tasks: str, seeds: str, etas: str, corrections: str, bounds: str, steps: int, lrs: str, workers: int,
-    rows: Path, cache: Path, report: str, report_only: bool,
+    tasks: str, seeds: str, etas: str, corrections: str, bounds: str, steps: int, groups: int, every: int, lrs: str,
+    workers: int, rows: Path, cache: Path, report: str, report_only: bool,
 ) -> None:  # fmt: skip
     """Run the grid, or a part of it, and print the tables of all finished runs."""
     chosen = grid(_list(tasks), [int(s) for s in _list(seeds)], [int(e) for e in _list(etas)],
                   _list(corrections), _list(bounds))  # fmt: skip
-    same = {"steps": steps, "groups": GROUPS, "samples": SAMPLES}
+    same = {"steps": steps, "groups": groups, "samples": SAMPLES}
     todo = [{**key, **same, "lr": float(lr)} for key, lr in itertools.product(chosen, _list(lrs))]
     if not report_only:
-        run_all(todo, rows, cache, workers)
+        run_all(todo, rows, cache, workers, every)
     runs = [run for run in read(rows) if run["key"] in todo]
     text = tables(runs)
     click.echo(text)

@@ -106,7 +106,10 @@ def tables(runs: Sequence[Run]) -> str:
     parts = ["\n".join(lines)]
     for task, lr in dict.fromkeys(chosen[:2] for chosen in grouped(runs)):
         parts.append(f"## {task}, learning rate {lr:g}")
-        parts.append(_table([run for run in runs if choice(run)[:2] == (task, lr)]))
+        mine = [run for run in runs if choice(run)[:2] == (task, lr)]
+        parts.append(_table(mine))
+        if any(run.get("drift") for run in mine):
+            parts.append(drifts(mine))
     return "\n\n".join(parts)
 
 
@@ -131,6 +134,25 @@ def _table(runs: Sequence[Run]) -> str:
             f"| {_over(same, 'masked'):.3f} | {_over(same, 'masked/token'):.3f} "
             f"| {_mean(map(_processor, same)):.0f} |"
         )
+    return "\n".join(lines)
+
+
+def drifts(runs: Sequence[Run]) -> str:
+    """Return a table of the drift by age: the means of each metric over all steps that trained tokens of that age."""
+    values: dict[tuple[str, int, str], dict[int, list[float]]] = {}
+    for (_, _, _, eta, correction), same in grouped(runs).items():
+        for metric, pairs in ((metric, pairs) for run in same for metric, pairs in run.get("drift", {}).items()):
+            ages = values.setdefault((metric, eta, correction if eta else "synchronous"), {})
+            for age, value in pairs:
+                ages.setdefault(int(age), []).append(value)
+    ages = sorted({age for by_age in values.values() for age in by_age})
+    lines = [
+        f"| metric | max_staleness | correction | {' | '.join(f'age {age}' for age in ages)} |",
+        "|" + "---|" * (3 + len(ages)),
+    ]
+    for (metric, eta, correction), by_age in sorted(values.items(), key=lambda item: item[0][0], reverse=True):
+        cells = [f"{_mean(by_age[age]):.3f}" if age in by_age else "" for age in ages]
+        lines.append(f"| `{metric}` | {eta} | {correction} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

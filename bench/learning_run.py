@@ -48,6 +48,17 @@ class Problem:
     reward: Callable[[Sequence[int]], float]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """The inputs of a run: configuration, initial model, endless problems, and those for evaluation."""
+
+    config: Config
+    directory: Path
+    problems: Iterator[Problem]
+    held_out: Sequence[Problem]
+    stop_ids: Sequence[int]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Live:
     """A group from its lease to its batch."""

@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false
 # mypy: disable-error-code="no-untyped-call"
-"""Workloads of ``bench.time_to_reward``: the quickstart, the quickstart with a slow reward, and slow tool calls."""
+"""Workloads of ``bench.time_to_reward``: the quickstart, also with a slow reward, slow tool calls, a real model."""
 
 import asyncio
 import random
@@ -31,6 +31,12 @@ class Workload:
     steps: int
     evaluate_every: int
     goal: float
+    score: str = "staleflow.examples.quickstart.task:reward"
+    """Score of an answer in the evaluation, without the waits of the reward."""
+    held_out: int | None = None
+    """Number of held-out prompts; None: all."""
+    end: str = ""
+    """Token that ends an answer, if that is not the model's own."""
 
 
 WORKLOADS: Final[Mapping[str, Workload]] = {
@@ -54,6 +60,16 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
         steps=12,
         evaluate_every=3,
         goal=0.54,
+    ),
+    "smollm2": Workload(
+        config=CONFIGS / "smollm2.toml",
+        overrides=("model.lora.rank=16", "trainer.lr=2e-4", "trainer.batch_size=4", "rollout.max_inflight=32"),
+        steps=12,
+        evaluate_every=3,
+        goal=0.3,
+        score="staleflow.examples.reasoning:reward",
+        held_out=96,
+        end="\n",
     ),
 }
 

@@ -9,6 +9,7 @@ held-out reward of each model directory that it reads from the standard input.
 
 import asyncio
 import inspect
+import itertools
 import json
 import random
 import sys
@@ -24,7 +25,6 @@ from bench.time_to_reward_task import MAX_CALLS, WORKLOADS, Tool, is_call
 from staleflow.configs.imports import load_object
 from staleflow.configs.loading.load import load
 from staleflow.configs.schema import Config
-from staleflow.examples.quickstart import task
 
 START = "started.json"
 EVALUATED_SAMPLES = 2
@@ -129,6 +129,17 @@ def reward_of(config: Config) -> Callable[..., Any]:
     return together
 
 
+def adapter_of(config: Config) -> Any:
+    """Return the adapter as ``peft`` describes it, or None."""
+    lora = config.model.lora
+    if not lora.rank:
+        return None
+    from peft import LoraConfig
+
+    targets = list(lora.target_modules) or "all-linear"
+    return LoraConfig(r=lora.rank, lora_alpha=int(lora.alpha), target_modules=targets, task_type="CAUSAL_LM")
+
+
 def train(name: str, seed: int, directory: Path) -> None:
     """Train with ``GRPOTrainer``; episodes are played by its ``rollout_func``."""
     from datasets import Dataset
@@ -137,6 +148,9 @@ def train(name: str, seed: int, directory: Path) -> None:
     workload, config = WORKLOADS[name], config_of(name, seed)
     trainer, rollout, algorithm = config.trainer, config.rollout, config.trainer.algorithm
     tokenizer, rng = AutoTokenizer.from_pretrained(directory / "model"), random.Random(seed)
+
+    if workload.end:
+        (tokenizer.eos_token_id,) = tokenizer.encode(workload.end, add_special_tokens=False)
 
     def episodes(prompts: list[str], grpo: Any) -> dict[str, Any]:
         grpo.model.eval()
@@ -183,6 +197,8 @@ def train(name: str, seed: int, directory: Path) -> None:
         train_dataset=Dataset.from_list(rows),
         callbacks=[Started(directory / START)],
         rollout_func=episodes if config.environment.run else None,
+        processing_class=tokenizer,
+        peft_config=adapter_of(config),
     ).train()
 
 
@@ -196,14 +212,15 @@ def evaluate(name: str, seed: int, model_directory: Path) -> float:
     model: Any = AutoModelForCausalLM.from_pretrained(model_directory)
     tokenizer: Any = AutoTokenizer.from_pretrained(model_directory)
     rows = load_object(config.prompts.eval_source, "prompts.eval_source")(seed, **config.prompts.options)
-    rows *= EVALUATED_SAMPLES
+    rows = [*itertools.islice(rows, WORKLOADS[name].held_out)] * EVALUATED_SAMPLES
     prompts, limit = [row["prompt"] for row in rows], config.rollout.max_new_tokens
     if config.environment.run:
         texts = play(model, tokenizer, prompts, limit, random.Random(0), wait=False)["final"]
     else:
         new = answers(model, tokenizer, [tokenizer.encode(prompt) for prompt in prompts], limit)
         texts = tokenizer.batch_decode(new, skip_special_tokens=True)
-    right = [task.reward(row["prompt"], text, row["answer"]) for row, text in zip(rows, texts, strict=True)]
+    score = load_object(WORKLOADS[name].score, "score")
+    right = [score(completion=text, **row) for row, text in zip(rows, texts, strict=True)]
     return sum(right) / len(right)
 
 

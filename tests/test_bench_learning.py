@@ -3,7 +3,7 @@
 import pytest
 
 from bench.learning import grid
-from bench.learning_report import Run, breaks, final, full_window, gains, seconds, tables
+from bench.learning_report import Run, breaks, drifts, final, full_window, gains, seconds, tables
 
 
 def run(eta: int, correction: str, reward: list[float], *, seed: int = 0, lr: float = 1e-3) -> Run:
@@ -53,6 +53,19 @@ def test_each_task_and_rate_has_a_table_with_a_row_a_choice_and_the_synchronous_
     assert sum(line.startswith("| trajectory | ") for line in lines[titles[0] : titles[1]]) == 5
     assert lines[titles[1] + 5].startswith("| trajectory | 2 | none | 1 | 0.20 | 0.400 ± 0.000 | +0.000 ± 0.000 |")
     assert lines[titles[1] + 5].endswith("| 18 |")
+
+
+def test_drift_is_the_mean_over_the_steps_that_trained_tokens_of_an_age() -> None:
+    first = run(2, "tis", [0.2] * 5) | {"drift": {"mismatch_kl": [[0, 0.0], [1, 0.1], [2, 0.2], [2, 0.4]]}}
+    second = run(1, "none", [0.2] * 5) | {"drift": {"mismatch_kl": [[1, 0.5]]}}
+    assert drifts([first, second]).splitlines() == [
+        "| metric | max_staleness | correction | age 0 | age 1 | age 2 |",
+        "|---|---|---|---|---|---|",
+        "| `mismatch_kl` | 1 | none |  | 0.500 |  |",
+        "| `mismatch_kl` | 2 | tis | 0.000 | 0.100 | 0.300 |",
+    ]
+    assert "mismatch_kl" in tables([first])
+    assert "mismatch_kl" not in tables(RUNS)
 
 
 def test_time_is_turns_without_staleness_and_the_slower_one_with_it() -> None:

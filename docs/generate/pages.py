@@ -1,5 +1,6 @@
 """All generated pages and pictures, by path below ``docs/``."""
 
+from docs.generate.bars import charts
 from docs.generate.commands import commands
 from docs.generate.configuration import configuration, costs
 from docs.generate.diagrams import architecture, machines, stages
@@ -15,7 +16,7 @@ def generated_files() -> dict[str, str]:
     """Return the text of each page and picture."""
     pages = {"configuration": configuration(), "costs": costs(), "commands": commands(), "metrics": metrics()}
     pictures = {"life": life(), "window": window(), "timeline": timeline()}
-    pictures |= {"architecture": architecture(), "machines": machines(), "stages": stages()}
+    pictures |= {"architecture": architecture(), "machines": machines(), "stages": stages(), **charts()}
     return {
         "trace.md": "\n".join(trace()).strip() + "\n",
         "protocol.md": "\n".join(protocol()).strip() + "\n",

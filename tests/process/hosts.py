@@ -127,8 +127,16 @@ class Hosts:
 
     def sent(self, address: str) -> int:
         """Bytes that a host has sent."""
-        found = _do("ip", "netns", "exec", self._prefix + address, "cat", "/sys/class/net/eth0/statistics/tx_bytes")
-        return int(found)
+        return self._count(address, "tx_bytes")
+
+    def received(self, address: str) -> int:
+        """Bytes that a host has received."""
+        return self._count(address, "rx_bytes")
+
+    def _count(self, address: str, counter: str) -> int:
+        return int(
+            _do("ip", "netns", "exec", self._prefix + address, "cat", f"/sys/class/net/eth0/statistics/{counter}")
+        )
 
     def _port(self, address: str) -> str:
         return f"port{self.addresses.index(address)}"
