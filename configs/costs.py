@@ -136,12 +136,15 @@ class RewardCosts(Section, frozen=True, kw_only=True):
 
     source: Text = ""
     """Command, machine and conditions of the measurement."""
+    group_s: NonNegativeFloat = 0.0
+    """Seconds for which a group occupies a reward worker; each of the ``reward.workers`` scores one group after another.
+    Groups wait for a free one, before ``fixed_s``."""
     fixed_s: NonNegativeFloat = 0.0
     """Seconds that every group takes."""
     mean_s: NonNegativeFloat = 0.0
-    """Mean of the seconds beyond ``fixed_s``."""
+    """Mean of the seconds beyond them."""
     distribution: Literal["exponential", "lognormal"] = "exponential"
-    """Distribution of the seconds beyond ``fixed_s``."""
+    """Distribution of the seconds beyond them."""
     sigma: Annotated[float, Meta(ge=0, le=3)] = 1.0
     """``lognormal``: standard deviation of the logarithm."""
 

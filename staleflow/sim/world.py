@@ -27,6 +27,7 @@ from staleflow.sim.engine import SimEngine
 from staleflow.sim.instance import Peers, SimInstance
 from staleflow.sim.payload import StoredPayload
 from staleflow.sim.queues import Drains, WiredEndpoint
+from staleflow.sim.rewards import RewardWorkers
 from staleflow.sim.sample import Sample
 from staleflow.sim.shard import SimShard
 from staleflow.sim.trainer import SimTrainer
@@ -78,13 +79,15 @@ class World:
         self._endpoint = WiredEndpoint(self.scheduler.receive, self.timeline, wire)
         self._interpreter.listen(effects.Released, self._on_released)
         self._interpreter.listen(effects.Dropped, self._on_dropped)
-        self._shards = [
+        self.rewards = RewardWorkers(self.timeline, charges)
+        self.shards = [
             SimShard(
                 shard,
                 self.workload,
                 self.timeline,
                 self._ask(f"trajectories-{shard}"),
                 charges=charges,
+                rewards=self.rewards,
                 describes=config.coordination.ranker == "learned",
                 samples=self.book.samples,
                 pushed=self.pushed,
@@ -95,20 +98,20 @@ class World:
         """Errors that ended workers."""
         self._peers = Peers(
             scheduler=self._endpoint,
-            shards=[WiredEndpoint(shard.on_call, self.timeline, wire) for shard in self._shards],
+            shards=[WiredEndpoint(shard.on_call, self.timeline, wire) for shard in self.shards],
             recipe=recipe,
             load_s=charges.load_s(),
             report_s=config.simulation.report_s,
             failed=self._failures.append,
         )
-        payload = StoredPayload(self.timeline, self._shards, self.pushed, wire)
+        payload = StoredPayload(self.timeline, self.shards, self.pushed, wire)
         self.trainer = SimTrainer(self.timeline, self._ask("trainer"), charges, payload)
         self.fleet = fleet(config)
 
     def run(self, seconds: float | None = None) -> None:
         """Run from the first to the last line of the trace; the trainer stops after ``seconds``."""
         late = {event.engine for event in self.config.simulation.events if event.what == "join"}
-        for shard in self._shards:
+        for shard in self.shards:
             shard.attach()
         self._ask("parameters")(
             Attach(worker=WorkerId("parameters"), name="parameters", role="parameters", endpoint="sim://parameters"),
