@@ -137,8 +137,8 @@ class RewardCosts(Section, frozen=True, kw_only=True):
     source: Text = ""
     """Command, machine and conditions of the measurement."""
     group_s: NonNegativeFloat = 0.0
-    """Seconds for which a group occupies a reward worker; each of the ``reward.workers`` scores one group after another.
-    Groups wait for a free one, before ``fixed_s``."""
+    """Seconds for which a group occupies a reward worker. Each of the ``reward.workers`` scores one group after
+    another; groups wait for a free one, before ``fixed_s``."""
     fixed_s: NonNegativeFloat = 0.0
     """Seconds that every group takes."""
     mean_s: NonNegativeFloat = 0.0
@@ -162,6 +162,9 @@ class TrainerCosts(Section, frozen=True, kw_only=True):
     """Seconds of forward and backward for each token of the batch, prompts included, once for each trajectory."""
     trajectory_s: NonNegativeFloat = 0.0
     """Seconds for each trajectory of the batch."""
+    between_s: NonNegativeFloat = 0.0
+    """Seconds between two steps, in which the trainer is idle: weights are copied to be published, the step is
+    recorded."""
 
 
 class CheckpointCosts(Section, frozen=True, kw_only=True):

@@ -87,6 +87,11 @@ class Charges:
         fixed_s = trainer.fixed_s if last else 0.0
         return fixed_s + trainer.token_s * tokens + trainer.trajectory_s * trajectories
 
+    def between_s(self) -> float:
+        """Return the time between two steps, apart from publishing and checkpoints."""
+        trainer = self.costs.trainer
+        return 0.0 if trainer is None else trainer.between_s
+
     def publish_s(self) -> float:
         publish = self.costs.publish
         return 0.0 if publish is None else publish.fixed_s + publish.gib_s * self._gib

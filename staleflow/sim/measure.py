@@ -56,6 +56,7 @@ def trainer_limit(train_s: Sequence[float], charges: Charges) -> float:
     takes no time."""
     overlaps = charges.config.trainer.overlap_publish
     step_s = fmean(train_s) if train_s else charges.config.trainer.simulated_step_s
+    step_s += charges.between_s()
     step_s = max(step_s, charges.publish_s()) if overlaps else step_s + charges.publish_s()
     return 60.0 / step_s if step_s else 0.0
 

@@ -123,6 +123,11 @@ class WiredEndpoint(MemoryEndpoint):
         self._up: dict[str, Queue] = {}
         self._down: dict[str, Queue] = {}
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds of the connection that carried most, in one direction."""
+        return max((queue.busy_s for queue in (*self._up.values(), *self._down.values())), default=0.0)
+
     def request(self, name: str, body: Request, on_answer: OnAnswer, frames: Sequence[Data] = ()) -> None:
         if self._wire is None:
             super().request(name, body, on_answer, frames)
