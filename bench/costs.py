@@ -144,7 +144,9 @@ def measured(seconds: float) -> Costs:
         load=load,
         engine=EngineCosts(source=f"transformers engine: {model}", **tables["engine"]),
         reward=RewardCosts(
-            source="four messages; the function of the quickstart takes microseconds", fixed_s=4 * wire_costs.latency_s
+            source="the quickstart's function in its process, CPU time; four messages",
+            fixed_s=4 * wire_costs.latency_s,
+            **tables["reward"],
         ),
         trainer=TrainerCosts(source=f"torch backend: {model}", **tables["trainer"]),
         checkpoint=CheckpointCosts(
