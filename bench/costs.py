@@ -4,8 +4,8 @@
     staleflow simulate configs/skewed.toml simulation.costs=costs.toml simulation.model_gib=0.002
 
 Servers are the real processes under load. Engine and trainer are the shipped ones, on the quickstart's model. All
-values except those of checkpoints are CPU time, which other work on the machine hardly changes; on idle cores it is the
-duration. Coefficients are non-negative least squares. Replace the values of links and disks with those of your own.
+values except those of checkpoints are CPU time; on idle cores it is the duration. Other work on the machine adds no
+waiting to it, but cold caches and shared cores do: at a load of 15 on two cores it was up to twice that at a load of 3. Coefficients are non-negative least squares. Replace the values of links and disks with those of your own.
 """
 
 import json

@@ -20,7 +20,7 @@ class SchedulerCosts(Section, frozen=True, kw_only=True):
     source: Text = ""
     """Command, machine and conditions of the measurement."""
     drain_s: NonNegativeFloat = 0.0
-    """CPU seconds of a drain: commit and trace."""
+    """CPU seconds of a drain: commit and trace. Drains that contain nothing but reports commit nothing."""
     message_s: NonNegativeFloat = 0.0
     """CPU seconds of a message and its reply: socket, codec, handler."""
     messages: dict[str, NonNegativeFloat] = field(default_factory=dict[str, float])

@@ -12,7 +12,7 @@ from staleflow.net.endpoint import Call, Peer
 from staleflow.net.limits import TransportLimits
 from staleflow.net.memory_transport import MemoryEndpoint, OnAnswer
 from staleflow.protocols.wire.codec import Data
-from staleflow.protocols.wire.messages import Operations, Reply, Request
+from staleflow.protocols.wire.messages import Operations, Reply, Report, Request
 from staleflow.sim.timeline import Timeline
 
 GIB = 1 << 30
@@ -86,7 +86,8 @@ class Drains:
             self._timeline.at(self._free_s, self._finish, ())
             return False
         calls = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_DRAIN))]
-        self._occupy(costs.drain_s + sum(_work_s(costs, call) for call in calls))
+        drain_s = 0.0 if all(isinstance(call.body, Report) for call in calls) else costs.drain_s
+        self._occupy(drain_s + sum(_work_s(costs, call) for call in calls))
         if self._free_s <= self._timeline.now_s:
             self._finish(calls)
             return True
