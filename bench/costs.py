@@ -5,7 +5,8 @@
 
 Servers are the real processes under load. Engine and trainer are the shipped ones, on the quickstart's model. All
 values except those of checkpoints are CPU time; on idle cores it is the duration. Other work on the machine adds no
-waiting to it, but cold caches and shared cores do: at a load of 15 on two cores it was up to twice that at a load of 3. Coefficients are non-negative least squares. Replace the values of links and disks with those of your own.
+waiting to it, but cold caches and shared cores do add: at a load of 15 on two cores it was up to twice that at a load
+of 3. Coefficients are non-negative least squares. Replace the values of links and disks with those of your own.
 """
 
 import json
