@@ -108,7 +108,9 @@ async def reward(vocabulary: int) -> float:
         for one in groups_of(shape, 0, vocabulary)
     ]
     run = "staleflow.examples.quickstart.task:reward"
-    async with reward_stage(RewardSettings(run=run), lambda ids: tokenizer.batch_decode(ids)) as stage:
+    async with reward_stage(
+        RewardSettings(run=run), lambda rows: tokenizer.batch_decode([row.tolist() for row in rows])
+    ) as stage:
         await stage.make(groups[:4])
         before_s = cpu_s()
         await stage.make(groups)

@@ -15,8 +15,9 @@ import msgspec
 
 from bench.role_times import RoleTimes, Used
 from bench.skewed import step_rows
-from staleflow.configs.costs import Costs, LoadCosts, PublishCosts, PullCosts, RewardCosts, Section, ShardCosts
+from staleflow.configs.costs import Costs, LoadCosts, PublishCosts, PullCosts, RewardCosts, ShardCosts
 from staleflow.configs.schema import Config
+from staleflow.configs.section import Section
 from staleflow.metrics.reader import metric_lines
 from staleflow.sim.measure import counted_steps
 from staleflow.sim.result import Result, StepRow

@@ -117,7 +117,7 @@ class World:
     @property
     def wire_busy_s(self) -> float:
         """Seconds of the busiest connection, in one direction."""
-        return max(one.busy_s for one in (self._endpoint, *self._shard_endpoints, self._payload))
+        return max(self._payload.busy_s, *(one.busy_s for one in (self._endpoint, *self._shard_endpoints)))
 
     def run(self, seconds: float | None = None) -> None:
         """Run from the first to the last line of the trace; the trainer stops after ``seconds``."""
