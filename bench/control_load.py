@@ -97,6 +97,8 @@ class Counts:
     seconds: float = 0.0
     cpu_s: float = 0.0
     """CPU seconds of the server process."""
+    commits: int = 0
+    """Transactions of the scheduler's store."""
     latencies_s: list[float] = field(default_factory=list[float])
 
     @property
@@ -264,8 +266,10 @@ class Load:
     def counts(self) -> Counts:
         return self._counts
 
-    async def run(self, warm_up_s: float, seconds: float, server: psutil.Process) -> Counts:
-        """Attach all workers, warm up, measure."""
+    async def run(
+        self, warm_up_s: float, seconds: float, server: psutil.Process, commits: Callable[[], int] = lambda: 0
+    ) -> Counts:
+        """Attach all workers, warm up, measure. ``commits``: number of transactions so far."""
         self._attach(self._shard.peer, "trajectories", rows=1_000_000, endpoint="ipc:///bench/shard")
         self._attach(self._parameters, "parameters", endpoint="ipc:///bench/parameters")
         self._attach(self._trainer.peer, "trainer")
@@ -276,12 +280,13 @@ class Load:
         pinging = asyncio.create_task(self._ping())
         await asyncio.sleep(warm_up_s)
         self._counts = Counts()
-        started, reports, cpu_s = time.perf_counter(), self._reports(), cpu_seconds(server)
+        started, reports, cpu_s, before = time.perf_counter(), self._reports(), cpu_seconds(server), commits()
         await asyncio.sleep(seconds)
         counts = self._counts
         counts.seconds = time.perf_counter() - started
         counts.cpu_s = cpu_seconds(server) - cpu_s
         counts.reports = self._reports() - reports
+        counts.commits = commits() - before
         pinging.cancel()
         return counts
 

@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,10 +95,18 @@ def _serve(config: Config, run_dir: Path) -> None:
     raise SystemExit(serve(config, run_dir))
 
 
-async def loaded(address: str, workers: int, seconds: float, server: psutil.Process) -> Counts:
-    """Load the scheduler at ``address``."""
+async def loaded(
+    address: str,
+    workers: int,
+    seconds: float,
+    server: psutil.Process,
+    *,
+    capacity: int = 0,
+    commits: Callable[[], int] = lambda: 0,
+) -> Counts:
+    """Load the scheduler at ``address``. ``capacity``: of each worker; 0: that of ``shape``."""
     await listening(address)
-    load = Load(address, workers=workers, capacity=shape(workers)[1])
+    load = Load(address, workers=workers, capacity=capacity or shape(workers)[1])
     failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_error(_: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
@@ -107,7 +115,7 @@ async def loaded(address: str, workers: int, seconds: float, server: psutil.Proc
             failure.set_exception(error)
 
     asyncio.get_running_loop().set_exception_handler(on_error)
-    running = asyncio.ensure_future(load.run(WARM_UP_S, seconds, server))
+    running = asyncio.ensure_future(load.run(WARM_UP_S, seconds, server, commits))
     try:
         await asyncio.wait((running, failure), return_when=asyncio.FIRST_COMPLETED)
         if failure.done():

@@ -4,8 +4,9 @@
     staleflow simulate configs/skewed.toml simulation.costs=costs.toml simulation.model_gib=0.002
 
 Servers are the real processes under load. Engine and trainer are the shipped ones, on the quickstart's model. All
-values except those of checkpoints are CPU time, which other work on the machine hardly changes; on idle cores it is the
-duration. Coefficients are non-negative least squares. Replace the values of links and disks with those of your own.
+values except those of checkpoints are CPU time; on idle cores it is the duration. Other work on the machine adds no
+waiting to it, but cold caches and shared cores do add: at a load of 15 on two cores it was up to twice that at a load
+of 3. Coefficients are non-negative least squares. Replace the values of links and disks with those of your own.
 """
 
 import json
@@ -144,7 +145,9 @@ def measured(seconds: float) -> Costs:
         load=load,
         engine=EngineCosts(source=f"transformers engine: {model}", **tables["engine"]),
         reward=RewardCosts(
-            source="four messages; the function of the quickstart takes microseconds", fixed_s=4 * wire_costs.latency_s
+            source="the quickstart's function in its process, CPU time; four messages",
+            fixed_s=4 * wire_costs.latency_s,
+            **tables["reward"],
         ),
         trainer=TrainerCosts(source=f"torch backend: {model}", **tables["trainer"]),
         checkpoint=CheckpointCosts(

@@ -1,10 +1,12 @@
 # pyright: basic, reportMissingImports=false, reportPrivateImportUsage=false
 # mypy: disable-error-code="no-untyped-call, misc"
-"""Costs of engine, trainer and checkpoint for ``bench.costs``: the shipped ones on the quickstart's model, one thread.
+"""Costs of engine, trainer, reward worker and checkpoint for ``bench.costs``: the shipped ones on the quickstart's
+model, one thread.
 
 Prints one JSON object: the tables of the cost file.
 """
 
+import asyncio
 import json
 import os
 import tempfile
@@ -19,16 +21,24 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.costs_fit import fitted
-from bench.trainer_data import SHAPES, batch
+from bench.trainer_data import SHAPES, batch, groups_of
+from bench.trajectories_measure import cpu_seconds, family
 from staleflow.clients.rollout.engines.base import Request, Sampling
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
+from staleflow.clients.stage.reward import reward_stage
+from staleflow.clients.stage.worker import StageGroup
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.schema import Config
-from staleflow.examples.quickstart.model import build
+from staleflow.configs.schema import Reward as RewardSettings
+from staleflow.examples.quickstart.model import build, character_tokenizer
 from staleflow.process.host import reuse_memory
 
 GIB = 1 << 30
 PROMPT = 7
+GROUP = 8
+"""Samples of a group."""
+REWARDED = 64
+"""Groups that are scored."""
 ROWS = (8, 32, 128)
 TOKENS = 40
 SIZES = ((32, (3, 6)), (8, (3, 6)), (8, (24, 40)))
@@ -44,7 +54,7 @@ def engine(model: Any) -> dict[str, float]:
     for count in (ROWS[0], *ROWS):  # the first warms up
         serving = TransformersEngine(model, [], slots=count)
         for id in range(count):
-            ids = np.full(PROMPT, 3 + id % 8, np.int32)
+            ids = np.full(PROMPT, 3 + id // GROUP % 8, np.int32)  # the samples of a group share its prompt
             sampling = Sampling(max_new_tokens=TOKENS)
             serving.submit(Request(id=id, prompt_ids=ids, sampling=sampling, seed=id))
         times: list[float] = []
@@ -89,6 +99,29 @@ def trainer(directory: Path) -> tuple[dict[str, float], dict[str, float]]:
     return costs, {"fixed_s": saved_s, "gib_s": written_s(256 << 20) * 3.0}
 
 
+async def reward(vocabulary: int) -> float:
+    """Return the CPU seconds of a group in the quickstart's reward stage and the process of its function."""
+    tokenizer = character_tokenizer()
+    shape = replace(SHAPES["quickstart"], groups=REWARDED)
+    groups = [
+        StageGroup(group=one.group, row={"prompt": "1+2=", "answer": "3"}, payload=one.payload)
+        for one in groups_of(shape, 0, vocabulary)
+    ]
+    run = "staleflow.examples.quickstart.task:reward"
+    async with reward_stage(
+        RewardSettings(run=run), lambda rows: tokenizer.batch_decode([row.tolist() for row in rows])
+    ) as stage:
+        await stage.make(groups[:4])
+        before_s = cpu_s()
+        await stage.make(groups)
+        return (cpu_s() - before_s) / REWARDED
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process and its children so far."""
+    return time.process_time() + sum(cpu_seconds(family()).values())
+
+
 def written_s(nbytes: int) -> float:
     """Return the seconds for each GiB to write a file of ``nbytes`` and flush it to the disk."""
     with tempfile.NamedTemporaryFile() as file:
@@ -108,7 +141,8 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         decode = engine(model)
         step, checkpoint = trainer(Path(folder))
-    print(json.dumps({"engine": decode, "trainer": step, "checkpoint": checkpoint}))
+        group_s = asyncio.run(reward(model.config.vocab_size))
+    print(json.dumps({"engine": decode, "trainer": step, "checkpoint": checkpoint, "reward": {"group_s": group_s}}))
 
 
 if __name__ == "__main__":

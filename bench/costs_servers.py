@@ -4,7 +4,10 @@ import asyncio
 import statistics
 import tempfile
 import time
+from functools import partial
+from pathlib import Path
 
+import lmdb
 import psutil
 import uvloop
 
@@ -36,15 +39,17 @@ ROUND_TRIPS, LARGE_ROUND_TRIPS = 200, 5
 
 def scheduler(seconds: float) -> SchedulerCosts:
     """CPU of the real scheduler process under the load of ``bench.control_plane`` and under heartbeats alone."""
-    rows: list[tuple[float, float]] = []
+    rows: list[tuple[float, float, float]] = []
     cpu_s: list[float] = []
-    for workers in WORKERS:
+    for workers, capacity in ((1, 1), *((workers, 0) for workers in WORKERS)):
         config = config_for(workers, "process")
         with serving(config) as (run_dir, process):
-            counts = uvloop.run(loaded(addresses(config, run_dir).scheduler, workers, seconds, process))
-        rows.append((messages(counts, workers), counts.operations - counts.consumes - counts.reserves))
+            address, commits = addresses(config, run_dir).scheduler, partial(transactions, run_dir)
+            counts = uvloop.run(loaded(address, workers, seconds, process, capacity=capacity, commits=commits))
+        operations = counts.operations - counts.consumes - counts.reserves
+        rows.append((counts.commits, messages(counts, workers), operations))
         cpu_s.append(counts.cpu_s)
-    message_s, operation_s = fitted(rows, cpu_s)
+    drain_s, message_s, operation_s = fitted(rows, cpu_s)
     strategies = Strategies(
         routing="cost_model",
         min_gain=0.0,
@@ -56,13 +61,20 @@ def scheduler(seconds: float) -> SchedulerCosts:
     )
     decision_s = statistics.median(decisions(fleet(ENGINES), strategies, 30)) / 1000
     return SchedulerCosts(
-        source=f"bench.control_plane with {', '.join(map(str, WORKERS))} workers, commits included in its messages; "
-        f"decisions of {ENGINES} engines by bench.decisions, {DECISIONS_PER_S} a second",
+        source=f"bench.control_plane with {', '.join(map(str, WORKERS))} workers, and with one that has one group at a "
+        f"time; decisions of {ENGINES} engines by bench.decisions, {DECISIONS_PER_S} a second",
+        drain_s=drain_s,
         message_s=message_s,
         operation_s=operation_s,
         heartbeat_s=heartbeat_s(seconds),
         engine_s=DECISIONS_PER_S * decision_s / ENGINES,
     )
+
+
+def transactions(run_dir: Path) -> int:
+    """Return the number of transactions that the scheduler of a run has committed."""
+    with lmdb.open(str(run_dir / "scheduler"), readonly=True, lock=False) as store:
+        return int(store.info()["last_txnid"])
 
 
 def messages(counts: Counts, workers: int) -> float:

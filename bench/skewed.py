@@ -83,7 +83,7 @@ def read(trace: Path, max_staleness: int) -> Seen:
                 pull_s.append(fold.now_s - published_s[event.version])
             case _:
                 pass
-    rows = _rows(fold.trained)
+    rows = step_rows(fold.trained)
     return Seen(
         steps_per_min=steps_per_min(rows, max_staleness + 1),
         staleness=statistics.fmean(row.staleness_mean for row in rows),
@@ -95,7 +95,7 @@ def read(trace: Path, max_staleness: int) -> Seen:
     )
 
 
-def _rows(batches: Sequence[Batch]) -> list[StepRow]:
+def step_rows(batches: Sequence[Batch]) -> list[StepRow]:
     rows: list[StepRow] = []
     for batch in batches:
         assert batch.delivered_s is not None

@@ -35,8 +35,7 @@ SHAPES: Final = {
 
 def batch(shape: Shape, step: int, vocabulary: int) -> TrainBatch:
     """Return the batch of a step. Rewards differ within each group."""
-    draw = np.random.default_rng(step)
-    groups = [_group(shape, group, vocabulary, draw) for group in range(shape.groups)]
+    groups = groups_of(shape, step, vocabulary)
     header = Batch(
         batch=BatchId(step + 1),
         lineage=Lineage(0),
@@ -47,6 +46,12 @@ def batch(shape: Shape, step: int, vocabulary: int) -> TrainBatch:
         mask_below=Version(-1),
     )
     return assemble(header, groups)
+
+
+def groups_of(shape: Shape, step: int, vocabulary: int) -> list[FetchedGroup]:
+    """Return the groups of the batch of a step."""
+    draw = np.random.default_rng(step)
+    return [_group(shape, group, vocabulary, draw) for group in range(shape.groups)]
 
 
 def _group(shape: Shape, group: int, vocabulary: int, draw: np.random.Generator) -> FetchedGroup:

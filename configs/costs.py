@@ -20,7 +20,7 @@ class SchedulerCosts(Section, frozen=True, kw_only=True):
     source: Text = ""
     """Command, machine and conditions of the measurement."""
     drain_s: NonNegativeFloat = 0.0
-    """CPU seconds of a drain: commit and trace."""
+    """CPU seconds of a drain: commit and trace. Drains that contain nothing but reports commit nothing."""
     message_s: NonNegativeFloat = 0.0
     """CPU seconds of a message and its reply: socket, codec, handler."""
     messages: dict[str, NonNegativeFloat] = field(default_factory=dict[str, float])
@@ -136,12 +136,15 @@ class RewardCosts(Section, frozen=True, kw_only=True):
 
     source: Text = ""
     """Command, machine and conditions of the measurement."""
+    group_s: NonNegativeFloat = 0.0
+    """Seconds for which a group occupies a reward worker. Each of the ``reward.workers`` scores one group after
+    another; groups wait for a free one, before ``fixed_s``."""
     fixed_s: NonNegativeFloat = 0.0
     """Seconds that every group takes."""
     mean_s: NonNegativeFloat = 0.0
-    """Mean of the seconds beyond ``fixed_s``."""
+    """Mean of the seconds beyond them."""
     distribution: Literal["exponential", "lognormal"] = "exponential"
-    """Distribution of the seconds beyond ``fixed_s``."""
+    """Distribution of the seconds beyond them."""
     sigma: Annotated[float, Meta(ge=0, le=3)] = 1.0
     """``lognormal``: standard deviation of the logarithm."""
 
@@ -159,6 +162,9 @@ class TrainerCosts(Section, frozen=True, kw_only=True):
     """Seconds of forward and backward for each token of the batch, prompts included, once for each trajectory."""
     trajectory_s: NonNegativeFloat = 0.0
     """Seconds for each trajectory of the batch."""
+    between_s: NonNegativeFloat = 0.0
+    """Seconds between two steps, in which the trainer is idle: weights are copied to be published, the step is
+    recorded."""
 
 
 class CheckpointCosts(Section, frozen=True, kw_only=True):

@@ -48,8 +48,14 @@ class Charges:
         load = self.costs.load
         return self.config.simulation.load_s if load is None else load.fixed_s + load.gib_s * self._gib
 
+    def reward_worker_s(self) -> float:
+        """Return the time for which a group occupies a reward worker."""
+        reward = self.costs.reward
+        return 0.0 if reward is None else reward.group_s
+
     def reward_s(self, group: int, draw: int) -> float:
-        """Return the duration of the reward of a group; another ``draw`` (such as its lease) gives another one."""
+        """Return the time of the reward of a group beyond that; another ``draw`` (such as its lease) gives another
+        one."""
         reward = self.costs.reward
         if reward is None:
             return self.config.simulation.reward_s
@@ -64,7 +70,10 @@ class Charges:
     def longest_reward_s(self) -> float:
         """Return a time that a reward practically never exceeds."""
         reward = self.costs.reward
-        return self.config.simulation.reward_s if reward is None else reward.fixed_s + 20.0 * reward.mean_s
+        if reward is None:
+            return self.config.simulation.reward_s
+        batch_s = reward.group_s * self.config.trainer.batch_size * (self.config.staleness.max_staleness + 1)
+        return reward.fixed_s + 20.0 * reward.mean_s + batch_s
 
     # --- trainer ---------------------------------------------------------------------------------------------
 
@@ -77,6 +86,11 @@ class Charges:
         trajectories = groups * self.config.rollout.group_size
         fixed_s = trainer.fixed_s if last else 0.0
         return fixed_s + trainer.token_s * tokens + trainer.trajectory_s * trajectories
+
+    def between_s(self) -> float:
+        """Return the time between two steps, apart from publishing and checkpoints."""
+        trainer = self.costs.trainer
+        return 0.0 if trainer is None else trainer.between_s
 
     def publish_s(self) -> float:
         publish = self.costs.publish

@@ -12,13 +12,13 @@ from staleflow.sim.result import EngineRow, StepRow
 
 def steps_per_min(rows: list[StepRow], skip: int) -> float:
     """Return the steps per minute over the counted steps; 0 if there are none."""
-    counted, began_s, ended_s = _counted(rows, skip)
+    counted, began_s, ended_s = counted_steps(rows, skip)
     if not counted:
         return 0.0
     return 60.0 * counted / (ended_s - began_s) if ended_s > began_s else float("inf")
 
 
-def _counted(rows: list[StepRow], skip: int) -> tuple[int, float, float]:
+def counted_steps(rows: Sequence[StepRow], skip: int) -> tuple[int, float, float]:
     """Return the number of counted steps and their begin and end: all without the first and the last ``skip``, or
     thirds of them.
 
@@ -40,7 +40,7 @@ def rollout_limit(
         return float("inf")
     mean = sum(drawn) / len(drawn)
     context = config.simulation.prompt_tokens + sum(length * length for length in drawn) / (2 * sum(drawn))
-    _, began_s, ended_s = _counted(rows, skip)
+    _, began_s, ended_s = counted_steps(rows, skip)
     rate = 0.0
     for engine, life in lives:
         kv, slots = engine.kv_capacity, engine.slots
@@ -56,6 +56,7 @@ def trainer_limit(train_s: Sequence[float], charges: Charges) -> float:
     takes no time."""
     overlaps = charges.config.trainer.overlap_publish
     step_s = fmean(train_s) if train_s else charges.config.trainer.simulated_step_s
+    step_s += charges.between_s()
     step_s = max(step_s, charges.publish_s()) if overlaps else step_s + charges.publish_s()
     return 60.0 / step_s if step_s else 0.0
 

@@ -26,6 +26,11 @@ class StoredPayload:
         self._wire = wire
         self._down = [Queue(timeline) for _ in shards]
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which the connection that carried most sent payload to the trainer."""
+        return max(queue.busy_s for queue in self._down)
+
     def tokens(self, members: Sequence[MemberRef]) -> int:
         """Return the number of tokens of groups, prompts included."""
         return sum(sample.prompt + sample.written for member in members for sample in self._pushed[member.lease])

@@ -5,13 +5,14 @@ Without costs they add no event: calls pass through at once, in the order in whi
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from heapq import heapreplace
 
 from staleflow.configs.costs import SchedulerCosts, WireCosts
 from staleflow.net.endpoint import Call, Peer
 from staleflow.net.limits import TransportLimits
 from staleflow.net.memory_transport import MemoryEndpoint, OnAnswer
 from staleflow.protocols.wire.codec import Data
-from staleflow.protocols.wire.messages import Operations, Reply, Request
+from staleflow.protocols.wire.messages import Operations, Reply, Report, Request
 from staleflow.sim.timeline import Timeline
 
 GIB = 1 << 30
@@ -19,23 +20,28 @@ MAX_DRAIN = TransportLimits().burst_messages
 
 
 class Queue:
-    """A server for one piece of work at a time, in order: a core, or one direction of a connection."""
+    """A server for one piece of work at a time, in order: a core, or one direction of a connection.
 
-    def __init__(self, timeline: Timeline) -> None:
+    With several ``servers``, the first free one takes the next piece.
+    """
+
+    def __init__(self, timeline: Timeline, servers: int = 1) -> None:
         self.busy_s = 0.0
         """Seconds of work so far, queued work included."""
         self._timeline = timeline
-        self._free_s = 0.0
+        self._free_s = [0.0] * servers
+        """Time at which each server is free: a heap."""
 
     def add(self, work_s: float, done: Callable[[], object], *, more_s: float = 0.0) -> None:
         """Work for ``work_s`` once all earlier work is done, then call ``done`` after ``more_s``."""
-        now_s = self._timeline.now_s
-        if self._free_s <= now_s and not work_s and not more_s:
+        now_s, free_s = self._timeline.now_s, self._free_s[0]
+        if free_s <= now_s and not work_s and not more_s:
             done()
             return
-        self._free_s = max(self._free_s, now_s) + work_s
+        ends_s = max(free_s, now_s) + work_s
+        heapreplace(self._free_s, ends_s)
         self.busy_s += work_s
-        self._timeline.at(self._free_s + more_s, done)
+        self._timeline.at(ends_s + more_s, done)
 
 
 class Drains:
@@ -80,7 +86,8 @@ class Drains:
             self._timeline.at(self._free_s, self._finish, ())
             return False
         calls = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_DRAIN))]
-        self._occupy(costs.drain_s + sum(_work_s(costs, call) for call in calls))
+        drain_s = 0.0 if all(isinstance(call.body, Report) for call in calls) else costs.drain_s
+        self._occupy(drain_s + sum(_work_s(costs, call) for call in calls))
         if self._free_s <= self._timeline.now_s:
             self._finish(calls)
             return True
@@ -116,6 +123,11 @@ class WiredEndpoint(MemoryEndpoint):
         self._wire = wire
         self._up: dict[str, Queue] = {}
         self._down: dict[str, Queue] = {}
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of the connection that carried most, in one direction."""
+        return max((queue.busy_s for queue in (*self._up.values(), *self._down.values())), default=0.0)
 
     def request(self, name: str, body: Request, on_answer: OnAnswer, frames: Sequence[Data] = ()) -> None:
         if self._wire is None:

@@ -80,6 +80,10 @@ class Result:
     """Length of each trained trajectory."""
     scheduler_busy: float = 0.0
     """Share of the time in which the scheduler's core worked, as far as the cost file charges it."""
+    shard_busy: float = 0.0
+    """The same share for the busiest trajectory server."""
+    wire_busy: float = 0.0
+    """The same share for the busiest connection."""
     trace_hash: str = ""
     """Hash of the trace's last line: equal for equal runs."""
 

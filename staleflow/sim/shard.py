@@ -2,6 +2,7 @@
 time."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.sim.asking import Ask
 from staleflow.sim.charges import Charges
 from staleflow.sim.queues import GIB, Queue
+from staleflow.sim.rewards import RewardWorkers
 from staleflow.sim.sample import Sample
 from staleflow.sim.timeline import Timeline
 from staleflow.sim.workload import Workload
@@ -56,6 +58,7 @@ class SimShard:
         ask: Ask,
         *,
         charges: Charges,
+        rewards: RewardWorkers,
         describes: bool,
         samples: Sequence[Sample],
         pushed: dict[LeaseId, list[Sample]],
@@ -66,6 +69,7 @@ class SimShard:
         self._timeline = timeline
         self._ask = ask
         self._charges = charges
+        self._rewards = rewards
         self.core = Queue(timeline)
         """The processor time of the shard."""
         self.nbytes: dict[LeaseId, int] = {}
@@ -170,8 +174,7 @@ class SimShard:
         for item, result in zip(pushed.items, results, strict=True):
             if result.code is None:
                 self._pushed_samples[item.lease] = samples[item.lease]
-                reward_s = self._charges.reward_s(item.group, item.lease)
-                self._timeline.after(reward_s, self._rewarded, item.group, item.lease)
+                self._rewards.score(item.group, item.lease, partial(self._rewarded, item.group, item.lease))
         call.reply(Results(results=results))
 
     def _rewarded(self, group: GroupId, lease: LeaseId) -> None:

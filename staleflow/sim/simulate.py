@@ -82,6 +82,8 @@ def _result(world: World, report: AuditReport) -> Result:
         masked=sum(row.masked for row in rows) / tokens if tokens else 0.0,
         length_bias=(sum(of_drawn) / len(of_drawn)) / (sum(drawn) / len(drawn)) if of_drawn else 1.0,
         scheduler_busy=world.scheduler.busy_s / end_s if end_s else 0.0,
+        shard_busy=world.shard_busy_s / end_s if end_s else 0.0,
+        wire_busy=world.wire_busy_s / end_s if end_s else 0.0,
         engine_idle=1.0 - sum(engine.busy_s for engine in engines) / alive_s if alive_s else 0.0,
         trainer_idle=1.0 - math.fsum(row.train_s for row in trained) / (end_s - trainer.began_s) if rows else 0.0,
         engines=engines,

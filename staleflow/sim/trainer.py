@@ -223,8 +223,8 @@ class SimTrainer:
         if self._overlaps:
             self._publishing = True
             self._report_step(batch.step, train_s)
-            stands_s = self._charges.checkpoint_s() if self._is_kept(Version(batch.step + 1)) else 0.0
-            self._later(stands_s, self._train_beside)
+            checkpoint_s = self._charges.checkpoint_s() if self._is_kept(Version(batch.step + 1)) else 0.0
+            self._later(self._charges.between_s() + checkpoint_s, self._train_beside)
         self._later(publish_s, partial(self._finish_step, batch, ended))
 
     def _train_beside(self) -> None:
@@ -290,6 +290,12 @@ class SimTrainer:
 
     def _end_step(self) -> None:
         """Continue after a step and its checkpoint."""
+        if self._overlaps or self._ahead or self.done:
+            self._continue()
+        else:
+            self._later(self._charges.between_s(), self._continue)
+
+    def _continue(self) -> None:
         if not self._overlaps:
             self._working, self._began_s = False, None
         if self.done:

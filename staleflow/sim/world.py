@@ -27,6 +27,7 @@ from staleflow.sim.engine import SimEngine
 from staleflow.sim.instance import Peers, SimInstance
 from staleflow.sim.payload import StoredPayload
 from staleflow.sim.queues import Drains, WiredEndpoint
+from staleflow.sim.rewards import RewardWorkers
 from staleflow.sim.sample import Sample
 from staleflow.sim.shard import SimShard
 from staleflow.sim.trainer import SimTrainer
@@ -78,13 +79,15 @@ class World:
         self._endpoint = WiredEndpoint(self.scheduler.receive, self.timeline, wire)
         self._interpreter.listen(effects.Released, self._on_released)
         self._interpreter.listen(effects.Dropped, self._on_dropped)
-        self._shards = [
+        self.rewards = RewardWorkers(self.timeline, charges)
+        self.shards = [
             SimShard(
                 shard,
                 self.workload,
                 self.timeline,
                 self._ask(f"trajectories-{shard}"),
                 charges=charges,
+                rewards=self.rewards,
                 describes=config.coordination.ranker == "learned",
                 samples=self.book.samples,
                 pushed=self.pushed,
@@ -93,22 +96,33 @@ class World:
         ]
         self._failures: list[BaseException] = []
         """Errors that ended workers."""
+        self._shard_endpoints = [WiredEndpoint(shard.on_call, self.timeline, wire) for shard in self.shards]
         self._peers = Peers(
             scheduler=self._endpoint,
-            shards=[WiredEndpoint(shard.on_call, self.timeline, wire) for shard in self._shards],
+            shards=self._shard_endpoints,
             recipe=recipe,
             load_s=charges.load_s(),
             report_s=config.simulation.report_s,
             failed=self._failures.append,
         )
-        payload = StoredPayload(self.timeline, self._shards, self.pushed, wire)
-        self.trainer = SimTrainer(self.timeline, self._ask("trainer"), charges, payload)
+        self._payload = StoredPayload(self.timeline, self.shards, self.pushed, wire)
+        self.trainer = SimTrainer(self.timeline, self._ask("trainer"), charges, self._payload)
         self.fleet = fleet(config)
+
+    @property
+    def shard_busy_s(self) -> float:
+        """CPU seconds of the busiest trajectory server."""
+        return max(shard.core.busy_s for shard in self.shards)
+
+    @property
+    def wire_busy_s(self) -> float:
+        """Seconds of the busiest connection, in one direction."""
+        return max(self._payload.busy_s, *(one.busy_s for one in (self._endpoint, *self._shard_endpoints)))
 
     def run(self, seconds: float | None = None) -> None:
         """Run from the first to the last line of the trace; the trainer stops after ``seconds``."""
         late = {event.engine for event in self.config.simulation.events if event.what == "join"}
-        for shard in self._shards:
+        for shard in self.shards:
             shard.attach()
         self._ask("parameters")(
             Attach(worker=WorkerId("parameters"), name="parameters", role="parameters", endpoint="sim://parameters"),
@@ -228,7 +242,9 @@ def stall_timeout_s(charges: Charges) -> float:
     longest = simulation.prompt_tokens + config.rollout.max_new_tokens
     batch_size = config.trainer.batch_size
     delays_s = charges.pull_s(remote=True) + charges.load_s() + charges.longest_reward_s()
-    delays_s += simulation.report_s + simulation.tool_s + charges.publish_s() + charges.written_s()
+    delays_s += (
+        simulation.report_s + simulation.tool_s + charges.publish_s() + charges.between_s() + charges.written_s()
+    )
     train_s = charges.train_s(batch_size, batch_size * group_size * longest)
     return 60.0 + 20.0 * delays_s + 2.0 * (config.scheduler.lease_s + train_s)
 

@@ -75,6 +75,26 @@ def test_a_streaming_trainer_takes_its_tokens(costing: With) -> None:
     assert [row.ended_s - row.began_s for row in result.steps][2:5] == [pytest.approx(1.8)] * 3
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_trainer_stands_still_between_two_steps(costing: With, overlap: bool) -> None:
+    costs = "[trainer]\nfixed_s = 2.0\nbetween_s = 0.5\n[publish]\nfixed_s = 0.25\n"
+    result = simulate(costing(costs, train={"overlap_publish": overlap}), steps=6)
+    step_s = 2.5 if overlap else 2.75
+    assert [b - a for a, b in pairwise(ends(result))] == [pytest.approx(step_s)] * 5
+    assert result.trainer_limit == pytest.approx(60.0 / step_s)
+
+
+@pytest.mark.parametrize(("workers", "seconds"), [(1, 6.0), (2, 3.0), (6, 1.0)])
+def test_reward_workers_score_one_group_after_another(costing: With, workers: int, seconds: float) -> None:
+    settings: dict[str, Any] = {"engines": 6, "slots": 2, "batch_size": 6, "max_staleness": 0, "train_s": 1.0}
+    given = costing("[reward]\ngroup_s = 1.0\nfixed_s = 0.25\n", **settings)
+    times = ends(simulate(replace(given, reward=replace(given.reward, workers=workers)), steps=3))
+    # 10 tokens of 10 ms at the same time for all six groups, their rewards, 1 s of training.
+    assert [b - a for a, b in pairwise(times)] == [pytest.approx(0.1 + seconds + 0.25 + 1.0)] * 2
+    peer = simulate_peer("verl", replace(given, reward=replace(given.reward, workers=workers)), steps=2)
+    assert peer.steps[0].began_s == pytest.approx(0.1 + seconds + 0.25)
+
+
 PUBLISH = "[publish]\nfixed_s = 0.25\ngib_s = 0.5\n"
 
 

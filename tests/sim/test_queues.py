@@ -4,8 +4,17 @@ import pytest
 
 from staleflow.configs.costs import SchedulerCosts, WireCosts
 from staleflow.net.endpoint import Call
-from staleflow.protocols.consistency.ids import GroupId, LeaseId
-from staleflow.protocols.wire.messages import Done, GetStatus, Operations, Ping, RegisterOccupy, Reply
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
+from staleflow.protocols.wire.messages import (
+    Done,
+    GetStatus,
+    InstanceStats,
+    Operations,
+    Ping,
+    RegisterOccupy,
+    Reply,
+    Report,
+)
 from staleflow.sim.queues import Drains, Queue, WiredEndpoint
 from staleflow.sim.timeline import Timeline
 
@@ -41,6 +50,16 @@ def test_calls_of_one_instant_are_one_drain() -> None:
     server.send("a")
     server.send("b")
     assert server.run() == [("a", 0.7), ("b", 0.7)]
+
+
+def test_reports_alone_commit_nothing() -> None:
+    timeline, replied = Timeline(), list[float]()
+    drains = Drains(timeline, SchedulerCosts(drain_s=0.5, message_s=0.1), lambda call: call.reply(Done()))
+    endpoint = WiredEndpoint(drains.receive, timeline, None)
+    report = Report(worker=WorkerId("rollout-0"), ack=0, held=[], stats=InstanceStats())
+    endpoint.call("a", report, lambda _: replied.append(timeline.now_s))
+    timeline.run(lambda: False, drains.start)
+    assert replied == [pytest.approx(0.1)]
 
 
 def test_a_call_waits_for_the_drain_before_it() -> None:

@@ -14,6 +14,7 @@ from staleflow.servers.scheduler.prompts.queue import PromptQueue
 from staleflow.sim.charges import Charges
 from staleflow.sim.check import fleet
 from staleflow.sim.engine import OnUpdate, SimEngine
+from staleflow.sim.rewards import RewardWorkers
 from staleflow.sim.sample import Sample
 from staleflow.sim.timeline import Timeline
 from staleflow.sim.workload import Workload
@@ -93,6 +94,7 @@ class Pool:
         self.changed = True
         """Set by events that the rule has not handled yet."""
         self.charges = Charges.of(config)
+        self._rewards = RewardWorkers(timeline, self.charges)
         self.fleet = fleet(config)
         self.replicas = [self._replica(number, on_update) for number in range(len(self.fleet))]
         self._arrived = arrived
@@ -186,8 +188,7 @@ class Pool:
         group.written.append(sample)
         if len(group.written) == self._workload.group_size:
             self._clear(group)
-            reward_s = self.charges.reward_s(group.id, group.number)
-            self.timeline.after(reward_s, lambda: self._rewarded(group))
+            self._rewards.score(group.id, group.number, lambda: self._rewarded(group))
 
     def _clear(self, group: Group) -> None:
         """Remove a group from its engine; its unwritten samples are discarded."""

@@ -111,9 +111,11 @@ class PeerRun:
         self._over = len(self.rows) >= self._steps
         if not self._ahead:
             self._publish()
-        checkpoint_s = self.pool.charges.checkpoint_s() if (step + 1) % self._checkpoint_every == 0 else 0.0
-        if checkpoint_s:
-            self.timeline.after(checkpoint_s, self._free)
+        stands_s = self.pool.charges.between_s()
+        if (step + 1) % self._checkpoint_every == 0:
+            stands_s += self.pool.charges.checkpoint_s()
+        if stands_s:
+            self.timeline.after(stands_s, self._free)
         else:
             self._free()
 
