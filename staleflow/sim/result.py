@@ -80,6 +80,10 @@ class Result:
     """Length of each trained trajectory."""
     scheduler_busy: float = 0.0
     """Share of the time in which the scheduler's core worked, as far as the cost file charges it."""
+    cost_per_step: float = 0.0
+    """Price of engines and trainer for a step, over the same steps as ``steps_per_min``; 0: no prices are given."""
+    cost_per_1000: float = 0.0
+    """The same for 1,000 trained trajectories."""
     trace_hash: str = ""
     """Hash of the trace's last line: equal for equal runs."""
 
