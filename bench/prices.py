@@ -38,7 +38,7 @@ RATIOS = (2.0, 2.85, 4.0)
 LOCAL_GBIT = 1e6
 """A link that takes no time."""
 LINKS_GBIT = (10.0, 1.0, 0.1)
-COUNTS = {H800.name: (4, 6, 8, 10), H20.name: (8, 12, 16, 20)}
+COUNTS = {H800.name: (4, 6, 8, 10), H20.name: (8, 12, 16)}
 COLOCATED = (8, 14)
 HEAD = ("rollout", "link", "weights", "steps/min", "of the trainer's limit", "staleness")
 

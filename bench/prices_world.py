@@ -30,7 +30,6 @@ KV_BYTES = 2 * 28 * 4 * 128 * 2
 DECODE_MEMORY, DECODE_COMPUTE, TRAIN_COMPUTE, MEMORY_USED = 0.75, 0.6, 0.4, 0.9
 """Assumed shares of the peaks."""
 TRAINER_GPUS = 8
-SLOTS = 128
 GIB = 2**30
 MODEL_GIB = WEIGHT_BYTES / GIB
 
@@ -43,6 +42,8 @@ class Gpu:
     flop_s: float
     bytes_s: float
     memory: float
+    slots: int
+    """Samples decoded at once: more would slow each of them down without many more tokens a second."""
 
     def fleet(self, count: int, price: float, *, remote: bool = False, preemptible: bool = False) -> Fleet:
         """Return engines of this kind, relative to those of the H800."""
@@ -52,15 +53,15 @@ class Gpu:
             price=price,
             speed=self.bytes_s / H800.bytes_s,
             compute=self.flop_s / H800.flop_s,
-            slots=SLOTS,
+            slots=self.slots,
             kv_tokens=round((MEMORY_USED * self.memory - WEIGHT_BYTES) / KV_BYTES),
             remote=remote,
             preemptible=preemptible,
         )
 
 
-H800 = Gpu(name="h800", flop_s=989e12, bytes_s=3.35e12, memory=80e9)
-H20 = Gpu(name="h20", flop_s=148e12, bytes_s=4.0e12, memory=96e9)
+H800 = Gpu(name="h800", flop_s=989e12, bytes_s=3.35e12, memory=80e9, slots=128)
+H20 = Gpu(name="h20", flop_s=148e12, bytes_s=4.0e12, memory=96e9, slots=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +147,7 @@ def config(
         rollout=Rollout(
             engine="simulated",
             group_size=size.group,
-            max_inflight=SLOTS,
+            max_inflight=H800.slots,
             max_new_tokens=size.longest,
             filter="none",
             handover_s=handover_s,
