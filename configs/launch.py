@@ -26,6 +26,11 @@ class Launch(Section, frozen=True, kw_only=True):
     """Maximum download rate of each relay, in 10^6 bytes a second, for a slow shared link; 0: unlimited."""
     trainer_nodes: Processes = 1
     """Number of trainer machines, with ``trainer.nproc`` ranks on each."""
+    rollout_price: NonNegativeFloat = 0.0
+    """Price of a rollout machine for an hour, in any currency. ``staleflow simulate`` computes the cost of a step from
+    it, shared by the engines of the machine. 0: no price."""
+    trainer_price: NonNegativeFloat = 0.0
+    """Price of a trainer machine for an hour; 0: no price."""
     gpus_per_node: NonNegative = 0
     """Number of GPUs of each of these machines, assigned from 0: to engines, or to ranks and then to stages with a
     model. 0: no GPU is requested, every process sees all GPUs, and stages with a model run beside the servers."""
@@ -47,6 +52,11 @@ class Launch(Section, frozen=True, kw_only=True):
     volume: Text = ""
     """Kubernetes: a PersistentVolumeClaim with models and data, readable by many nodes, mounted at ``/data`` in every
     pod."""
+
+
+def price(launch: Launch) -> float:
+    """Return the price of all rollout and trainer machines for an hour; 0 without prices."""
+    return launch.rollout_nodes * launch.rollout_price + launch.trainer_nodes * launch.trainer_price
 
 
 def share(count: int, machine: int, machines: int) -> range:

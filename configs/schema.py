@@ -20,6 +20,7 @@ from staleflow.configs.section import (
     Lines,
     Mebibytes,
     NonNegative,
+    NonNegativeFloat,
     Positive,
     PositiveFloat,
     Processes,
@@ -409,6 +410,11 @@ class Rollout(Section, frozen=True, kw_only=True):
     """Treatment of samples in flight when a new version arrives. ``keep``: continue with the new weights (a new
     segment) on the KV cache of the old ones. ``recompute``: the same, after a prefill with the new weights. ``drain``:
     finish them with the old weights first."""
+    handover_s: NonNegativeFloat = 0.0
+    """Seconds for which a rollout worker that gets a SIGTERM hands its unfinished groups, with their tokens, over to
+    other workers before it leaves; groups that finish meanwhile are pushed. At most the notice of a preemptible
+    machine. What is left then is generated again elsewhere. Under a supervisor (``staleflow run``, ``launch``) at
+    most 3 s. 0: it leaves at once. Episodes of an environment never move."""
     filter: Literal["", "none", "zero_spread"] = ""
     """Groups to release after the reward. ``zero_spread``: groups whose samples all have the same reward, which teach
     nothing if the advantage is relative to the group. Empty: ``zero_spread`` with ``grpo``, ``dr_grpo`` and ``rloo``,

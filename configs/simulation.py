@@ -59,14 +59,23 @@ class Fleet(Section, frozen=True, kw_only=True):
 
     count: Processes
     """Number of engines."""
+    kind: Text = ""
+    """Name of the kind in plans, such as ``h20``; "": ``kind-1`` for the first kind, and so on."""
+    price: NonNegativeFloat = 0.0
+    """Price of one engine for an hour, in any currency; 0: free."""
     speed: PositiveFloat = 1.0
-    """Speed as a multiple of ``[rollout.simulated]``."""
+    """Speed as a multiple of ``[rollout.simulated]``, or of the engine of the cost file."""
+    compute: NonNegativeFloat = 0.0
+    """Speed of arithmetic (``k3`` and prefill) as such a multiple, for engines with relatively fast or slow memory;
+    0: as ``speed``."""
     slots: NonNegative = 0
     """Number of samples decoded at once; 0: ``rollout.max_inflight``."""
     kv_tokens: NonNegative = 0
     """Capacity of the KV cache in tokens; 0: ``simulation.kv_tokens``."""
     remote: bool = False
     """The engines pull weights over a network: ``pull.network_gib_s`` of the cost file is added."""
+    preemptible: bool = False
+    """The provider takes the engines away as ``[simulation.preemption]`` describes."""
 
 
 class Occurrence(Section, frozen=True, kw_only=True):
@@ -79,6 +88,21 @@ class Occurrence(Section, frozen=True, kw_only=True):
     what: Literal["join", "leave", "crash", "hang", "return"]
     """``leave``: the engine detaches. ``crash``: it ends without detaching. ``hang``: it stops working, but still
     reports. ``return``: it resumes after a hang; after leaving or crashing it returns as a new process."""
+
+
+class Preemption(Section, frozen=True, kw_only=True):
+    """Losses of the engines of a ``simulation.fleet`` with ``preemptible``; without a fleet, of all engines."""
+
+    per_min: NonNegativeFloat = 0.0
+    """Mean number of losses of each engine in a minute, exponentially distributed and drawn from the seed; 0.1: ten
+    percent of the engines a minute. 0: none."""
+    announced: Share = 1.0
+    """Share of the losses that are announced: the engine gets a SIGTERM, ``notice_s`` before it is killed. The others
+    crash."""
+    notice_s: NonNegativeFloat = 30.0
+    """Seconds from the announcement to the loss. ``rollout.handover_s`` decides how the engine uses them."""
+    return_s: NonNegativeFloat = 60.0
+    """Seconds from the loss until another engine of the kind attaches in its place."""
 
 
 class Simulation(Section, frozen=True, kw_only=True):
@@ -123,5 +147,9 @@ class Simulation(Section, frozen=True, kw_only=True):
     comparisons only."""
     fleet: list[Fleet] = field(default_factory=list[Fleet])
     """Engines of several kinds; empty: ``rollout.workers`` identical ones."""
+    trainer_price: NonNegativeFloat = 0.0
+    """Price of the trainer's hardware for an hour; 0: ``launch.trainer_price`` of each of ``launch.trainer_nodes``."""
+    preemption: Preemption = field(default_factory=Preemption)
+    """Losses of preemptible engines."""
     events: list[Occurrence] = field(default_factory=list[Occurrence])
     """Events of engines during the run, in any order."""

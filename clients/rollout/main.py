@@ -45,12 +45,21 @@ OpenEngine = Callable[[Config, Path], Awaitable[tuple[AsyncEngine, Encode]]]
 """Return an engine and the function that converts prompts to its token ids."""
 
 
-def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
-    """Run one rollout worker and return its exit code."""
+SUPERVISED_HANDOVER_S = 3.0
+"""Maximum time to hand groups over under a supervisor, which kills a worker 5.5 s after its SIGTERM."""
+
+
+def attach(config: Config, run_dir: Path, name: str, scheduler: str, *, supervised: bool = False) -> int:
+    """Run one rollout worker and return its exit code. ``supervised``: it stops within the time of its supervisor."""
+    handover_s = config.rollout.handover_s
+    if supervised:
+        handover_s = min(handover_s, SUPERVISED_HANDOVER_S)
 
     async def main(stop: Stop) -> None:
         transport = client_sockets(config.security, Role.ROLLOUT)
-        await work_until(stop, config, run_dir, name, scheduler, opened=open_engine, transport=transport)
+        await work_until(
+            stop, config, run_dir, name, scheduler, opened=open_engine, transport=transport, handover_s=handover_s
+        )
 
     return run(main, name, run_dir)
 
@@ -64,12 +73,21 @@ async def work_until(
     *,
     opened: OpenEngine,
     transport: Transport,
+    handover_s: float = 0.0,
 ) -> None:
-    """Work until stopped or until the run has drained. ``opened`` creates the engine inside the running loop."""
+    """Work until stopped or until the run has drained. ``opened`` creates the engine inside the running loop.
+
+    ``handover_s``: maximum time to hand unfinished groups over to other workers, once stopped.
+    """
     stopped = asyncio.ensure_future(stop.wait())
-    work = asyncio.ensure_future(_work(stop, config, run_dir, name, scheduler, opened, transport))
+    serving: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+    work = asyncio.ensure_future(_work(stop, config, run_dir, name, scheduler, opened, transport, serving))
     await asyncio.wait((stopped, work), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
+    if handover_s and serving.done() and not work.done():
+        handover = asyncio.ensure_future(serving.result().hand_over(handover_s))
+        await asyncio.wait((handover, work), return_when=asyncio.FIRST_COMPLETED)
+        handover.cancel()
     if not work.done():
         work.cancel()
     try:
@@ -87,7 +105,9 @@ async def _work(
     scheduler: str,
     opened: OpenEngine,
     transport: Transport,
+    serving: "asyncio.Future[Worker]",
 ) -> None:
+    """Work until the run has drained. ``serving`` receives the worker once it is attached."""
     engine, encode = await opened(config, run_dir)
     me, recipe = worker_id(name), Recipe.of(config)
     to_scheduler = Client(scheduler, worker=me, transport=transport)
@@ -123,6 +143,7 @@ async def _work(
         )
         closing += [*shards, puller]
         worker = Worker(me, to_scheduler, shards, puller, engine, encode, recipe, environments, evaluator=evaluator)
+        serving.set_result(worker)
         why = "failed"
         try:
             await worker.run()

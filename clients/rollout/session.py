@@ -16,6 +16,7 @@ If the scheduler or a shard is unreachable, the session waits for it while the p
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
@@ -65,6 +66,9 @@ POLL_INTERVAL_S = 0.05
 REPORT_INTERVAL_S = 1.0
 DRAIN_TIMEOUT_S = 5.0
 """Maximum time to finish held groups of a draining run; the servers that would take them end as well."""
+HANDOVER_INTERVAL_S = 1.0
+"""Interval between two attempts of a leaving worker to hand over the groups that it still has. Each attempt costs the
+engine a prefill of the groups that stay."""
 LEAVE_TIMEOUT_S = 2.0
 """Time limit for the last pushes of a leaving worker, and then for its detach request."""
 
@@ -145,6 +149,10 @@ class LeaseSession:
         self._leases: dict[LeaseId, ActiveLease] = {}
         self._ack = 0
         self._draining = False
+        self.leaving = False
+        """It hands its groups over to other workers, and gets no more of them."""
+        self._leaving_known = asyncio.Event()
+        """Set once the scheduler has replied to a report that it leaves: no assigned group is still on its way."""
         self._report_now = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pushing: list[asyncio.Task[None]] = []
@@ -165,6 +173,23 @@ class LeaseSession:
         for end in (failure, self._end):
             if end.done():
                 end.result()
+
+    async def hand_over(self, timeout_s: float) -> None:
+        """Hand the groups over to other workers; return once none is left here, or after ``timeout_s``.
+
+        The worker continues meanwhile: it pushes the groups that finish, and offers the others again and again, as
+        places at other workers become free. Then cancel ``run``, and ``leave``.
+        """
+        self.leaving = True
+        self._report_now.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._leaving_known.wait()
+                while self._leases and not self._end.done():
+                    for active in self._leases.values():
+                        if not active.pushing:
+                            self._producer.leave_group(active)
+                    await asyncio.sleep(HANDOVER_INTERVAL_S)
 
     async def leave(self, why: str) -> None:
         """Stop, wait briefly for finished groups to arrive, and detach; the scheduler releases the remaining leases."""
@@ -193,13 +218,15 @@ class LeaseSession:
                 continue
             # Clear before reading the state: a version loaded during the request then triggers another report.
             self._report_now.clear()
+            leaving = self.leaving
             report = Report(
                 worker=self._me,
                 ack=self._ack,
                 held=list(self._leases),
                 stats=self._stats(),
-                wait_ms=self._report_ms,
+                wait_ms=0 if leaving and not self._leaving_known.is_set() else self._report_ms,
                 evaluation=0 if self._evaluator is None else self._evaluator.ticket,
+                leaving=leaving,
             )
             answer = asyncio.ensure_future(self._scheduler.ask(report, Commands, timeout_s=None))
             wake = asyncio.ensure_future(self._report_now.wait())
@@ -207,6 +234,8 @@ class LeaseSession:
                 await asyncio.wait((answer, wake), return_when=asyncio.FIRST_COMPLETED)
                 if answer.done():
                     self._execute(answer.result())
+                    if leaving:
+                        self._leaving_known.set()
             except Refused as no:
                 if no.code is Code.FENCED:
                     raise ConfigError("rollout worker", self._me, no.detail) from no

@@ -40,11 +40,15 @@ MAX_ROWS_BYTES = 64 << 20
 """Maximum bytes of one reply."""
 
 
-async def hand_over(assign: Assign, group: PartialGroup, shard: Client, scheduler: Client) -> bool:
-    """Give up a group that the scheduler has ordered to leave. Return True if its lease is over, False if the group
-    continues here."""
+async def hand_over(
+    assign: Assign, group: PartialGroup, shard: Client, scheduler: Client, *, any_target: bool = False
+) -> bool:
+    """Give up a group that must leave. Return True if its lease is over, False if the group continues here.
+
+    ``any_target``: the scheduler has ordered no move and chooses the worker.
+    """
     try:
-        result = await register(await store(assign, group, shard), scheduler)
+        result = await register(await store(assign, group, shard, any_target=any_target), scheduler)
     except (Refused, Unavailable) as no:
         log.info("group %d, lease %d stays here: %s", assign.group, assign.lease, no)
         return False

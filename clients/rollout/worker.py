@@ -66,6 +66,10 @@ class Worker:
         """Work until the run has drained, or raise the error that ended it. To stop early, cancel, then ``leave``."""
         await self._session.run()
 
+    async def hand_over(self, timeout_s: float) -> None:
+        """Hand the groups over to other workers; return once none is left here, or after ``timeout_s``."""
+        await self._session.hand_over(timeout_s)
+
     async def leave(self, why: str) -> None:
         """Stop, wait briefly for finished groups to arrive, and detach; the scheduler releases the remaining leases."""
         await self._session.leave(why)
@@ -152,7 +156,8 @@ class Worker:
     ) -> GroupPayload | None:
         samples = GroupSamples(self._engine, active, prompt_ids, self._recipe, partial)
         while not await samples.run():
-            if await hand_over(active.assign, samples.partial(), self._shards[active.assign.shard], self._scheduler):
+            shard, any_target = self._shards[active.assign.shard], self._session.leaving
+            if await hand_over(active.assign, samples.partial(), shard, self._scheduler, any_target=any_target):
                 return None
             active.leaving = False
         return samples.payload()

@@ -122,7 +122,7 @@ def command(
     check_packages(config, role, stage)
     if role == "train" and (ranks := _ranks(config, nproc)) > 1:
         return _launch(config, run_dir, name, scheduler, ranks, watched=watched)
-    return _attach(role, config, run_dir, name, scheduler, stage)
+    return _attach(role, config, run_dir, name, scheduler, stage, watched=watched)
 
 
 def _relay(config: "Config", run_dir: Path, name: str, scheduler: str, bind: str | None, mb_per_s: float) -> int:
@@ -152,7 +152,7 @@ def _launch(config: "Config", run_dir: Path, name: str, scheduler: str, nproc: i
     return launch((*command, "--connect", scheduler, "--name", name), nproc, watched=watched)
 
 
-def _attach(role: str, config: "Config", run_dir: Path, name: str, scheduler: str, stage: str) -> int:
+def _attach(role: str, config: "Config", run_dir: Path, name: str, scheduler: str, stage: str, *, watched: bool) -> int:
     from staleflow.supervisor.model import ensure
 
     ensure(config, run_dir)
@@ -160,7 +160,7 @@ def _attach(role: str, config: "Config", run_dir: Path, name: str, scheduler: st
         case "rollout":
             from staleflow.clients.rollout import main as rollout
 
-            return rollout.attach(config, run_dir, name, scheduler)
+            return rollout.attach(config, run_dir, name, scheduler, supervised=watched)
         case "stage":
             from staleflow.clients.stage import main as stages
 

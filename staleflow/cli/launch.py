@@ -152,11 +152,16 @@ def _machines(engine: str, config: "Config", run: "Config", folder: Path) -> "li
 
 def _print_dry_run(engine: str, config: "Config", run: "Config", folder: Path, machines: "list[Role]") -> None:
     """Print which processes would start where, as shell commands."""
+    from staleflow.configs.launch import price
     from staleflow.launch.placement import head_stages
 
     reached = f"as seen from {config.launch.hosts[0]}" if engine == "ssh" else "in the Ray cluster"
     click.echo(f"run directory  {folder}")
     click.echo(f"keys           {run.security.keys or 'none: security.insecure'}")
+    if hour := price(config.launch):
+        click.echo(
+            f"price          {hour:g} an hour for {config.launch.trainer_nodes + config.launch.rollout_nodes} machines"
+        )
     click.echo(f"{HERE}   its address {reached}")
     click.echo("\nhere")
     addresses = (run.scheduler.bind, *run.trajectories.bind, run.parameters.bind)

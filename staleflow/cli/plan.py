@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from staleflow.cli import options
+from staleflow.cli import mixes, options
 from staleflow.configs.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from staleflow.sim.plan import Choice
 
 TRACE = "trace.jsonl"
-SEARCH_OPTIONS = ("etas", "devices", "jobs")
+POSITIVE = click.FloatRange(min=0, min_open=True)
+SEARCH_OPTIONS = ("etas", "devices", "jobs", "per_min", "hours", "budget", "most")
 """Options that apply to the search only."""
 MEMORY_OPTIONS = ("gpus", "gpu_gib", "prompt_tokens")
 """Options that apply to the memory plan only."""
@@ -27,6 +28,26 @@ SIMULATION_ONLY = ("trainer.simulated_step_s",)
 @options.overrides
 @click.option("--etas", default="0,1,2,3,4", show_default=True, metavar="LIST", help="Values of max_staleness to try.")
 @click.option("--devices", type=click.IntRange(min=2), metavar="N", help="Also try splits of N devices.")
+@click.option(
+    "--target-steps-per-min",
+    "per_min",
+    type=POSITIVE,
+    metavar="X",
+    help="Find the cheapest mix of engine kinds that trains X steps a minute.",
+)
+@click.option(
+    "--target-hours", "hours", type=POSITIVE, metavar="H", help="The same: one that trains trainer.steps in H hours."
+)
+@click.option(
+    "--budget", type=POSITIVE, metavar="PRICE", help="Find the fastest mix that trains trainer.steps for PRICE."
+)
+@click.option(
+    "--max",
+    "most",
+    multiple=True,
+    metavar="KIND=N",
+    help="Maximum number of engines of a kind. Default: its count in simulation.fleet.",
+)
 @click.option("--graph", is_flag=True, help="Print the stage graph of CONFIG instead of searching.")
 @click.option("--mermaid", is_flag=True, help="Like --graph, as a mermaid diagram.")
 @click.option("--memory", is_flag=True, help="Print the memory of each process of a run instead of searching.")
@@ -51,6 +72,10 @@ def command(
     overrides: tuple[str, ...],
     etas: str,
     devices: int | None,
+    per_min: float | None,
+    hours: float | None,
+    budget: float | None,
+    most: tuple[str, ...],
     graph: bool,
     mermaid: bool,
     memory: bool,
@@ -67,6 +92,9 @@ def command(
     covers max_staleness, the bound, the overdue policy, composition, admission, redundancy and, with --devices, the
     split between engines and trainer ranks.
 
+    With --target-steps-per-min, --target-hours or --budget, search instead for the mix of the engine kinds of
+    [[simulation.fleet]] that costs least, or trains fastest for the money, by their prices, speeds and numbers.
+
     With --memory, print instead what each process needs on its GPU or in main memory, and whether it fits. The model
     is built without weights, so its config.json suffices. --gpus and --gpu-gib describe a machine other than this one.
 
@@ -74,6 +102,7 @@ def command(
     Examples:
       staleflow plan configs/skewed.toml --etas 0,1,2
       staleflow plan runs/quickstart-20261121-053000 --devices 8
+      staleflow plan configs/prices.toml --target-steps-per-min 100
       staleflow plan configs/stages.toml --graph
       staleflow plan configs/gpu/one-gpu.toml --memory --gpus 1 --gpu-gib 79
     """
@@ -89,6 +118,9 @@ def command(
     if graph or mermaid:
         options.refuse("it applies to the search: leave it out, or --graph and --mermaid", "as_json")
         return _draw(source, overrides, mermaid)
+    if per_min is not None or hours is not None or budget is not None:
+        return _mixes(source, overrides, (per_min, hours, budget), most, jobs, as_json=as_json)
+    options.refuse("it limits the search of a target or a budget: add one, or leave it out", *mixes.MIX_OPTIONS)
     import tempfile
 
     from staleflow.cli.progress import bar
@@ -109,6 +141,26 @@ def command(
     else:
         show(choices, config, devices)
     return 0
+
+
+def _mixes(
+    source: Path,
+    overrides: tuple[str, ...],
+    goals: tuple[float | None, float | None, float | None],
+    most: tuple[str, ...],
+    jobs: int,
+    *,
+    as_json: bool,
+) -> int:
+    """Search the mixes of engine kinds for a target or a budget."""
+    import tempfile
+
+    mixes.refuse_search_options()
+    with tempfile.TemporaryDirectory(prefix="staleflow-plan-") as place:
+        config = _config(source, overrides, Path(place))
+        goal = mixes.goal_of(config, *goals)
+        assert goal is not None
+        return mixes.run(config, goal, most, jobs, as_json=as_json)
 
 
 def _memory(

@@ -203,9 +203,20 @@ def _print(result: "Result") -> None:
         ("length trained / drawn", f"{result.length_bias:.3f}"),
         ("engines idle", f"{result.engine_idle:.1%}"),
         ("trainer idle", f"{result.trainer_idle:.1%}"),
+        *_costs(result),
     ):
         table.add_row(name, value)
     Console(highlight=False).print(table)
+
+
+def _costs(result: "Result") -> list[tuple[str, str]]:
+    """Return the rows of the cost, if prices are given."""
+    if not result.cost_per_step:
+        return []
+    return [
+        ("cost of a step", f"{result.cost_per_step:,.4g}"),
+        ("cost of 1,000 trained trajectories", f"{result.cost_per_1000:,.4g}"),
+    ]
 
 
 def _of_limit(speed: float, limit: float) -> str:

@@ -29,13 +29,13 @@ class Charges:
 
     # --- engines ---------------------------------------------------------------------------------------------
 
-    def step_cost(self, speed: float = 1.0) -> StepCost:
-        """Return the durations of the steps of an engine."""
+    def step_cost(self, speed: float = 1.0, compute: float = 0.0) -> StepCost:
+        """Return the durations of the steps of an engine; ``compute``: speed of its arithmetic, 0 if it is the same."""
         engine = self.costs.engine
         if engine is not None:
-            return StepCost.of(engine, prefill_s=engine.prefill_s, speed=speed)
-        config = self.config
-        return StepCost.of(config.rollout.simulated, prefill_s=config.simulation.prefill_s, speed=speed)
+            return StepCost.of(engine, prefill_s=engine.prefill_s, speed=speed, compute=compute)
+        config, simulated = self.config, self.config.rollout.simulated
+        return StepCost.of(simulated, prefill_s=config.simulation.prefill_s, speed=speed, compute=compute)
 
     def pull_s(self, *, remote: bool = False) -> float:
         pull = self.costs.pull

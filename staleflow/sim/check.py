@@ -2,6 +2,8 @@
 
 import math
 
+from msgspec.structs import replace
+
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.pools import pools
 from staleflow.configs.schema import Config
@@ -15,20 +17,36 @@ LONGEST_STEP_S = 3_600.0
 
 def fleet(config: Config) -> list[Fleet]:
     """Return one entry per engine, in order of their numbers, with slots and KV capacity filled in."""
-    kinds = config.simulation.fleet or [
-        Fleet(count=pool.workers, slots=pool.config.rollout.max_inflight) for pool in pools(config)
-    ]
     return [
-        Fleet(
+        replace(
+            kind,
             count=1,
-            speed=kind.speed,
             slots=kind.slots or config.rollout.max_inflight,
             kv_tokens=kind.kv_tokens or config.simulation.kv_tokens,
-            remote=kind.remote,
         )
-        for kind in kinds
+        for kind in kinds(config)
         for _ in range(kind.count)
     ]
+
+
+def kinds(config: Config) -> list[Fleet]:
+    """Return the kinds of engines, each with a name; without a fleet those of the pools, which share the price of the
+    launched machines."""
+    simulation, launch = config.simulation, config.launch
+    listed = simulation.fleet
+    if not listed:
+        of_pools = pools(config)
+        engines = sum(pool.workers for pool in of_pools)
+        listed = [
+            Fleet(
+                count=pool.workers,
+                slots=pool.config.rollout.max_inflight,
+                price=launch.rollout_nodes * launch.rollout_price / max(engines, 1),
+                preemptible=bool(simulation.preemption.per_min),
+            )
+            for pool in of_pools
+        ]
+    return [replace(kind, kind=kind.kind or f"kind-{number}") for number, kind in enumerate(listed, start=1)]
 
 
 def check(config: Config, workload: Workload, charges: Charges) -> None:
@@ -37,12 +55,13 @@ def check(config: Config, workload: Workload, charges: Charges) -> None:
     _steps_take_time(config, engines, charges)
     _engines_hold_a_group(config, engines, workload)
     _events_are_possible(config, engines)
+    _losses_are_possible(config, engines)
 
 
 def _steps_take_time(config: Config, engines: list[Fleet], charges: Charges) -> None:
     longest = config.simulation.prompt_tokens + config.rollout.max_new_tokens
     for kind in engines:
-        cost = charges.step_cost(kind.speed)
+        cost = charges.step_cost(kind.speed, kind.compute)
         kv = min(kind.slots * longest, kind.kv_tokens or kind.slots * longest)
         for running, held in ((1, 0), (kind.slots, kv)):
             seconds = cost.steps_s(1, running, held)
@@ -78,3 +97,9 @@ def _events_are_possible(config: Config, engines: list[Fleet]) -> None:
         if event.engine not in engines_named:
             allowed = f'engines are 0 to {len(engines) - 1}; one beyond them has to "join" first'
             raise ConfigError("simulation.events.engine", event.engine, allowed)
+
+
+def _losses_are_possible(config: Config, engines: list[Fleet]) -> None:
+    if config.simulation.preemption.per_min and not any(kind.preemptible for kind in engines):
+        allowed = "no engine of simulation.fleet is preemptible, so 0; or set preemptible for a kind of the fleet"
+        raise ConfigError("simulation.preemption.per_min", config.simulation.preemption.per_min, allowed)

@@ -24,14 +24,22 @@ class StepCost:
     active_share: float = 0.0
 
     @classmethod
-    def of(cls, simulated: Simulated | EngineCosts, *, prefill_s: float = 0.0, speed: float = 1.0) -> "StepCost":
-        """Return the coefficients of the configuration, ``speed`` times as fast."""
+    def of(
+        cls,
+        simulated: Simulated | EngineCosts,
+        *,
+        prefill_s: float = 0.0,
+        speed: float = 1.0,
+        compute: float = 0.0,
+    ) -> "StepCost":
+        """Return the coefficients of the configuration, ``speed`` times as fast; ``compute``: speed of its arithmetic,
+        0 if it is the same."""
         cost = cls(
             k1=simulated.k1 / speed,
             k2=simulated.k2 / speed,
-            k3=simulated.k3 / speed,
+            k3=simulated.k3 / (compute or speed),
             k4=simulated.k4 / speed,
-            prefill_s=prefill_s / speed,
+            prefill_s=prefill_s / (compute or speed),
         )
         if isinstance(simulated, EngineCosts) and simulated.experts:
             share = simulated.active / simulated.experts

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from staleflow.clients.rollout.worker import Worker
 from staleflow.clients.weights import PulledVersion, Puller
 from staleflow.net.client import Client
+from staleflow.net.errors import Refused
 from staleflow.net.memory_transport import MemoryClient, MemoryEndpoint
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import Attach, AttachReply
@@ -69,10 +70,20 @@ class SimInstance:
     """One life of one worker, which starts at once."""
 
     def __init__(
-        self, worker: WorkerId, name: str, engine: SimEngine, conductor: Conductor, peers: Peers, *, pull_s: float
+        self,
+        worker: WorkerId,
+        name: str,
+        engine: SimEngine,
+        conductor: Conductor,
+        peers: Peers,
+        *,
+        pull_s: float,
+        price: float = 0.0,
     ) -> None:
+        """``price``: of the engine, for an hour."""
         self.worker = worker
         self.name = name
+        self.price = price
         self.engine = engine
         self.began_s = conductor.now_s
         self.ended_s = float("inf")
@@ -81,6 +92,7 @@ class SimInstance:
         self._pull_s = pull_s
         self._why = ""
         """Reason of leaving; empty while it works."""
+        self._worker: Worker | None = None
         self._process = conductor.spawn(worker, self._main)
         self._process.on_end.append(self._on_end)
 
@@ -90,11 +102,17 @@ class SimInstance:
         shards: list[Client] = [MemoryClient(shard, worker=self.worker) for shard in peers.shards]
         capacity = recipe.capacity(self.engine.slots)
         request = Attach(worker=self.worker, name=self.name, role="rollout", capacity=capacity)
-        await scheduler.ask(request, AttachReply)
+        try:
+            await scheduler.ask(request, AttachReply)
+        except Refused as refused:
+            if refused.is_over:  # an engine that returns too late
+                return
+            raise
         longest = recipe.sampling.max_new_tokens
         engine = SimAsyncEngine(self.engine, recipe.book, load_s=peers.load_s, longest=longest)
         puller = SimPuller(self._pull_s)
         worker = Worker(self.worker, scheduler, shards, puller, engine, _encode, recipe, report_s=peers.report_s)
+        self._worker = worker
         why = "failed"
         try:
             await worker.run()
@@ -106,9 +124,23 @@ class SimInstance:
         if self._process.error is not None:
             self._peers.failed(self._process.error)
 
-    def leave(self) -> None:
+    @property
+    def alive(self) -> bool:
+        """True until it leaves or crashes."""
+        return self.ended_s == float("inf")
+
+    def preempt(self, handover_s: float) -> None:
+        """Leave because the machine will be taken away, after handing groups over for ``handover_s`` at most."""
+        self._process.loop.call_soon(lambda: self._process.loop.create_task(self._leave_after(handover_s)))
+
+    async def _leave_after(self, handover_s: float) -> None:
+        if self._worker is not None and handover_s:
+            await self._worker.hand_over(handover_s)
+        self.leave("preempted")
+
+    def leave(self, why: str = "leaves") -> None:
         """Detach; the worker's work in progress is released."""
-        self._why = "leaves"
+        self._why = why
         self._stop()
         if self._process.main is not None:
             self._process.main.cancel()

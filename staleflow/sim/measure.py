@@ -6,6 +6,7 @@ from statistics import fmean
 
 from staleflow.configs.schema import Config
 from staleflow.sim.charges import Charges
+from staleflow.sim.cost import StepCost
 from staleflow.sim.engine import SimEngine
 from staleflow.sim.result import EngineRow, StepRow
 
@@ -38,17 +39,23 @@ def rollout_limit(
     contexts, over the time of the steps that ``steps_per_min`` counts; 0 if no engine lived then."""
     if not drawn:
         return float("inf")
-    mean = sum(drawn) / len(drawn)
-    context = config.simulation.prompt_tokens + sum(length * length for length in drawn) / (2 * sum(drawn))
     _, began_s, ended_s = counted_steps(rows, skip)
     rate = 0.0
     for engine, life in lives:
-        kv, slots = engine.kv_capacity, engine.slots
-        running = min(slots, max(int(kv / context), 1)) if kv else slots
         lived_s = min(life.ended_s, ended_s) - max(life.began_s, began_s)
         alive = max(lived_s, 0.0) / (ended_s - began_s) if ended_s > began_s else 1.0
-        rate += alive * engine.cost.tokens_per_s(running, round(running * context))
-    return 60.0 * rate / (config.trainer.batch_size * config.rollout.group_size * mean)
+        rate += alive * full_rate(config, engine.cost, engine.slots, engine.kv_capacity, drawn)
+    return rate
+
+
+def full_rate(config: Config, cost: StepCost, slots: int, kv: int, drawn: Sequence[int]) -> float:
+    """Return the steps per minute that an engine with all slots running writes, at the mean length of its contexts;
+    ``kv``: capacity of its KV cache, 0 if unlimited."""
+    mean = sum(drawn) / len(drawn)
+    context = config.simulation.prompt_tokens + sum(length * length for length in drawn) / (2 * sum(drawn))
+    running = min(slots, max(int(kv / context), 1)) if kv else slots
+    tokens_per_s = cost.tokens_per_s(running, round(running * context))
+    return 60.0 * tokens_per_s / (config.trainer.batch_size * config.rollout.group_size * mean)
 
 
 def trainer_limit(train_s: Sequence[float], charges: Charges) -> float:

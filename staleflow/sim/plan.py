@@ -179,7 +179,12 @@ def _all(
 
 
 def _one(file: Path, overrides: tuple[str, ...], steps: int) -> Choice | None:
-    """Simulate one choice in its own process; only its printed result comes back."""
+    summary = summary_of(file, overrides, steps)
+    return None if summary is None else choice(overrides, summary)
+
+
+def summary_of(file: Path, overrides: tuple[str, ...], steps: int) -> dict[str, Any] | None:
+    """Simulate in a process of its own; return the result's summary, or None if the run stalls or is not allowed."""
     verb = [sys.executable, "-m", "staleflow.cli", "simulate", str(file), *overrides, "--steps", str(steps), "--json"]
     process = subprocess.run(verb, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    return choice(overrides, msgspec.json.decode(process.stdout)) if process.returncode == 0 else None
+    return msgspec.json.decode(process.stdout) if process.returncode == 0 else None

@@ -84,6 +84,10 @@ class Result:
     """The same share for the busiest trajectory server."""
     wire_busy: float = 0.0
     """The same share for the busiest connection."""
+    cost_per_step: float = 0.0
+    """Price of engines and trainer for a step, over the same steps as ``steps_per_min``; 0: no prices are given."""
+    cost_per_1000: float = 0.0
+    """The same for 1,000 trained trajectories."""
     trace_hash: str = ""
     """Hash of the trace's last line: equal for equal runs."""
 

@@ -10,6 +10,7 @@ import msgspec
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.sim.measure import engine_row, rollout_limit, steps_per_min, trainer_limit
+from staleflow.sim.prices import cost_per_1000, cost_per_step
 from staleflow.sim.result import Result, StepRow
 from staleflow.sim.trainer import Trained
 from staleflow.sim.world import World
@@ -66,6 +67,8 @@ def _result(world: World, report: AuditReport) -> Result:
     tokens = sum(row.tokens for row in rows)
     skip = config.staleness.max_staleness + 1
     lives = zip((life.engine for life in world.lives), engines, strict=True)
+    priced = zip((life.price for life in world.lives), engines, strict=True)
+    per_step = cost_per_step(config, priced, rows, skip)
     return Result(
         name=config.name,
         seconds=end_s,
@@ -89,6 +92,8 @@ def _result(world: World, report: AuditReport) -> Result:
         engines=engines,
         drawn=drawn,
         trained=lengths,
+        cost_per_step=per_step,
+        cost_per_1000=cost_per_1000(config, per_step),
         trace_hash=report.last_hash,
     )
 

@@ -26,6 +26,7 @@ from staleflow.sim.check import check, fleet
 from staleflow.sim.engine import SimEngine
 from staleflow.sim.instance import Peers, SimInstance
 from staleflow.sim.payload import StoredPayload
+from staleflow.sim.preemption import Preemptions
 from staleflow.sim.queues import Drains, WiredEndpoint
 from staleflow.sim.rewards import RewardWorkers
 from staleflow.sim.sample import Sample
@@ -108,6 +109,7 @@ class World:
         self._payload = StoredPayload(self.timeline, self.shards, self.pushed, wire)
         self.trainer = SimTrainer(self.timeline, self._ask("trainer"), charges, self._payload)
         self.fleet = fleet(config)
+        self._preemptions = Preemptions(config, self.timeline, self._lose, self._join_again)
 
     @property
     def shard_busy_s(self) -> float:
@@ -163,7 +165,8 @@ class World:
         """Raise ``Stalled`` if no engine has had work, and no event is scheduled, for a long time."""
         now_s, progress = self.timeline.now_s, (len(self.pushed), len(self.trainer.trained))
         busy = progress != self._progress or any(instance.engine.working for instance in self._current.values())
-        if busy or any(event.at_s > now_s for event in self.config.simulation.events):
+        coming = self._preemptions.returning or any(event.at_s > now_s for event in self.config.simulation.events)
+        if busy or coming:
             self._progress, self._progress_s = progress, now_s
         elif now_s - self._progress_s > self._stall_timeout_s:
             self._ask("monitor")(GetStatus(), self._stalled)
@@ -182,15 +185,22 @@ class World:
         worker = WorkerId(f"rollout-{number}.{len(self.lives)}")
         engine = SimEngine(
             self.timeline,
-            self.charges.step_cost(kind.speed),
+            self.charges.step_cost(kind.speed, kind.compute),
             slots=kind.slots,
             kv_capacity=kind.kv_tokens,
             on_update=self.config.rollout.on_update,
         )
         pull_s = self.charges.pull_s(remote=kind.remote)
-        instance = SimInstance(worker, f"rollout-{number}", engine, self.timeline, self._peers, pull_s=pull_s)
+        name, peers = f"rollout-{number}", self._peers
+        instance = SimInstance(worker, name, engine, self.timeline, peers, pull_s=pull_s, price=kind.price)
         self.lives.append(instance)
         self._current[number] = instance
+        if kind.preemptible:
+            self._preemptions.started(number, instance)
+
+    def _join_again(self, number: int) -> None:
+        if number not in self._current:
+            self._join(number)
 
     def _apply_event(self, event: Occurrence) -> None:
         """Apply an event to an engine; ignore one that its state does not allow."""
@@ -205,9 +215,7 @@ class World:
                     del self._current[event.engine]
             case "crash":
                 if instance is not None:
-                    instance.crash()
-                    del self._current[event.engine]
-                    self.timeline.after(SILENCE_S, lambda: self._gone(instance.worker))
+                    self._lose(event.engine, instance)
             case "hang":
                 if instance is not None:
                     instance.hang()
@@ -216,6 +224,14 @@ class World:
                     self._join(event.engine)
                 else:
                     instance.resume()
+
+    def _lose(self, number: int, instance: SimInstance) -> None:
+        """Kill an engine that has not left by itself."""
+        if instance.alive:
+            instance.crash()
+            self.timeline.after(SILENCE_S, lambda: self._gone(instance.worker))
+        if self._current.get(number) is instance:
+            del self._current[number]
 
     def _gone(self, worker: WorkerId) -> None:
         self._endpoint.leave(worker)

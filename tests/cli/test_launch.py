@@ -28,6 +28,12 @@ def test_a_dry_run_says_what_would_be_and_leaves_nothing(cli: Cli, engine: str) 
     assert "secret = " not in said.out, "no key is shown"
 
 
+def test_a_dry_run_names_the_price_of_the_machines(cli: Cli) -> None:
+    prices = ("launch.rollout_price=2.5", "launch.trainer_price=30", "launch.trainer_nodes=1")
+    out = cli("launch", "--on", "ssh", CLUSTER, HOSTS, *prices, "--dry-run").out
+    assert "price          35 an hour for 3 machines" in out.splitlines()
+
+
 @pytest.mark.parametrize(
     ("engine", "begins"),
     [("ssh", ("ssh", "-T")), ("ray", ("python", "-m", "staleflow.launch.machine", "rollout"))],

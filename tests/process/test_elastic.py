@@ -14,7 +14,13 @@ from tests.process.running import Run, audited
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine"), pytest.mark.timeout(120)]
 
-SMALL = ("rollout.workers=1", "trainer.steps=5000", "trainer.simulated_step_s=0.05", "scheduler.lease_s=3.0")
+SMALL = (
+    "rollout.workers=1",
+    "rollout.handover_s=60",
+    "trainer.steps=5000",
+    "trainer.simulated_step_s=0.05",
+    "scheduler.lease_s=3.0",
+)
 """Overrides for a run that ends only on request."""
 JOINING = [f"guest-{number}" for number in range(7)]
 LEAVING, KILLED, STAYING = JOINING[:3], JOINING[3:5], JOINING[5:]
@@ -90,5 +96,10 @@ def test_engines_join_and_leave_a_run_that_goes_on(run_dir: Path) -> None:
     left = {name_of(e["worker"]): e["why"] for e in run.events() if e["ev"] == "detach" and e["role"] == "rollout"}
     assert [left[name] for name in LEAVING] == ["SIGTERM"] * 3
     assert [left[name] for name in KILLED] == ["silent"] * 2
-    released = {e["why"] for e in run.events() if e["ev"] == "release"}
-    assert released <= {"aborted", "expired"}
+    holder = {e["lease"]: name_of(e["worker"]) for e in run.events() if e["ev"] == "reserve"}
+    reserved = {(e["seq"], e["group"]) for e in run.events() if e["ev"] == "reserve"}
+    released = [e for e in run.events() if e["ev"] == "release"]
+    assert {e["why"] for e in released} <= {"aborted", "expired"}
+    of_leaving = [e for e in released if holder[e["lease"]] in LEAVING]
+    # a move is a release and, in the same transaction, a reservation for another worker
+    assert all((e["seq"] + 1, e["group"]) in reserved for e in of_leaving), "they handed over all that they had left"

@@ -57,6 +57,8 @@ class Report(Message, frozen=True, kw_only=True):
     wait_ms: int = 1000
     evaluation: Count = 0
     """Ticket of the evaluation that the worker plays; 0: none."""
+    leaving: bool = False
+    """The worker leaves soon and hands its groups over: it gets no more of them."""
 
 
 class Assign(Message, frozen=True, kw_only=True):

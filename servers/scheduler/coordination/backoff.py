@@ -157,8 +157,9 @@ class Backoff:
         return self.on_trial(worker) and self._interpreter.clock.now_ms() < self._streaks[worker].until_ms
 
     def may_start(self, instance: Instance) -> bool:
-        """Return whether an instance may start groups: not on hold, nor playing an evaluation of other weights."""
-        return not self.on_hold(instance.worker) and instance.pinned in (None, instance.loaded())
+        """Return whether an instance may start groups: not leaving, not on hold, nor playing an evaluation of other
+        weights."""
+        return not (instance.leaving or self.on_hold(instance.worker)) and instance.pinned in (None, instance.loaded())
 
     def capacity(self, instance: Instance) -> int:
         """Return the maximum number of groups of an instance: ``PROBE`` between two holds."""

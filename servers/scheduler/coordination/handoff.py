@@ -80,11 +80,13 @@ class Handoffs:
         return self._backoff.capacity(instance) - len(instance.leases) - moves.coming(instance.worker)
 
     def _can_continue(self, to: WorkerId, op: RegisterYield) -> bool:
-        """Return whether the target is attached and has weights that may continue the output.
+        """Return whether the target is attached to stay and has weights that may continue the output.
 
         Its weights must be at least as new as the newest of the output, and a rollback must have abandoned neither.
         """
         instance, machine = self._instances.get(to), self._interpreter.machine
-        if instance is None or self._instances.draining or instance.loaded() < (op.lineage, op.version):
+        if instance is None or instance.leaving or self._instances.draining:
+            return False
+        if instance.loaded() < (op.lineage, op.version):
             return False
         return machine.survives(op.lineage, op.version) and machine.survives(*instance.loaded())

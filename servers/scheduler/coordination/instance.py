@@ -67,6 +67,7 @@ class Instance:
         "due_ms",
         "evaluation",
         "leases",
+        "leaving",
         "pinned",
         "pull",
         "pull_ms",
@@ -103,6 +104,8 @@ class Instance:
         """Weights of the evaluation that it plays, or will play; it gets no order to load other ones."""
         self.evaluation = 0
         """Ticket of the evaluation that it was ordered to play; 0: none."""
+        self.leaving = False
+        """It leaves soon and hands its groups over."""
         self.drain_sent = False
         """The drain notice was sent."""
 

@@ -171,6 +171,9 @@ class Instances:
         if report.stats != instance.stats:
             instance.update_stats(report.stats)
             self.touch(instance.worker)
+        if report.leaving != instance.leaving:
+            instance.leaving = report.leaving
+            self.touch(instance.worker)
         if report.held or instance.leases or instance.aborting or instance.pushed:
             self._compare(instance, report)
         self._to_answer[instance.worker] = instance

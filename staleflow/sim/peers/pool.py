@@ -109,7 +109,7 @@ class Pool:
         kind = self.fleet[number]
         engine = SimEngine(
             self.timeline,
-            self.charges.step_cost(kind.speed),
+            self.charges.step_cost(kind.speed, kind.compute),
             slots=kind.slots,
             kv_capacity=kind.kv_tokens,
             on_update=on_update,

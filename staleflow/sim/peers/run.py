@@ -20,6 +20,7 @@ from staleflow.sim.engine import EngineFull
 from staleflow.sim.measure import engine_row, rollout_limit, steps_per_min, trainer_limit
 from staleflow.sim.peers.pool import Group, Pool
 from staleflow.sim.peers.presets import PEERS
+from staleflow.sim.prices import cost_per_1000, cost_per_step
 from staleflow.sim.result import Result, StepRow
 from staleflow.sim.timeline import Timeline
 from staleflow.sim.workload import Workload
@@ -31,6 +32,8 @@ def simulate_peer(name: str, config: Config, *, steps: int | None = None, second
         raise ConfigError("peer", name, f"one of {', '.join(PEERS)}")
     if config.simulation.events:
         raise ConfigError("simulation.events", len(config.simulation.events), "0: the engines of peers never fail")
+    if per_min := config.simulation.preemption.per_min:
+        raise ConfigError("simulation.preemption.per_min", per_min, "0: the engines of peers never fail")
     if steps is not None:
         config = msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, steps=steps))
     check(config, Workload(config), Charges.of(config))
@@ -156,6 +159,8 @@ def _result(name: str, run: PeerRun) -> Result:
     trained = [sample.written for batch in batches for group in batch for sample in group.written]
     skip = config.staleness.max_staleness + 1
     lives = zip((replica.engine for replica in pool.replicas), engines, strict=True)
+    priced = zip((pool.fleet[replica.number].price for replica in pool.replicas), engines, strict=True)
+    per_step = cost_per_step(config, priced, rows, skip)
     return Result(
         name=name,
         seconds=end_s,
@@ -176,6 +181,8 @@ def _result(name: str, run: PeerRun) -> Result:
         engines=engines,
         drawn=drawn,
         trained=trained,
+        cost_per_step=per_step,
+        cost_per_1000=cost_per_1000(config, per_step),
     )
 
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from staleflow.clients.rollout import transfers
+from staleflow.clients.rollout import session, transfers
 from staleflow.clients.rollout.engines.base import Request, check_request
 from staleflow.net.adaptive_chunks import FIRST_BYTES
 from staleflow.protocols.consistency.effects import Code
@@ -131,6 +131,34 @@ async def test_what_may_not_leave_goes_on_under_its_lease(
         assert play.shard.payloads[1].num_tokens == play.engine.stats().generated_tokens
         await until(lambda: play.scheduler.held == [])
         assert (play.worker.counts["moved"], play.worker.counts["pushed"]) == (0, 1)
+
+
+async def test_a_leaving_worker_hands_over_what_it_has_and_offers_again_what_nobody_could_take(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "HANDOVER_INTERVAL_S", 0.1)
+    async with playing(short_dir, long()) as play:
+        await written(play)
+        play.scheduler.stays = Code.BUSY
+        leaving = asyncio.ensure_future(play.worker.hand_over(60.0))
+        await until(lambda: len(play.scheduler.yielded) >= 2)
+        assert all(op.any_target for op in play.scheduler.yielded)
+        assert play.scheduler.reports[-1].leaving
+        so_far = play.engine.stats().generated_tokens
+        await until(lambda: play.engine.stats().generated_tokens > so_far + 40)  # it works on meanwhile
+        play.scheduler.stays = None
+        await asyncio.wait_for(leaving, 30)
+        await until(lambda: play.scheduler.held == [])
+        assert (play.worker.counts["moved"], play.scheduler.released, play.shard.offered) == (1, [], [])
+
+
+async def test_a_leaving_worker_waits_no_longer_than_it_may(short_dir: Path) -> None:
+    async with playing(short_dir, long()) as play:
+        await written(play)
+        play.scheduler.stays = Code.DENIED
+        await asyncio.wait_for(play.worker.hand_over(0.2), 30)
+        await until(lambda: play.scheduler.yielded)
+        assert play.scheduler.held == [1]
 
 
 async def test_a_yield_of_a_lease_that_is_over_ends_it(short_dir: Path) -> None:

@@ -245,6 +245,7 @@ class Seat:
         self.stats = InstanceStats(slots=2)
         self.evaluation = 0
         """Ticket that its reports name."""
+        self.leaving = False
         table.attach(name, "rollout", capacity=capacity, **more)
         self.report()
 
@@ -261,6 +262,7 @@ class Seat:
                 stats=self.stats,
                 wait_ms=60_000,
                 evaluation=self.evaluation,
+                leaving=self.leaving,
             )
             self.table.call(self.name, report, self._hear)
 

@@ -195,6 +195,22 @@ def test_a_group_that_is_given_up_unasked_gets_the_next_place_of_a_full_worker(w
     assert kept.group in a.holds()
 
 
+def test_a_leaving_worker_gets_no_groups_neither_new_ones_nor_those_of_others(wide: Table) -> None:
+    a, b = Seat(wide, "a", capacity=2), Seat(wide, "b", capacity=4)
+    a.report()
+    (left, _), (own, _) = a.held.values(), b.held.values()
+    b.leaving = True
+    b.report()
+    b.finish(own.group)
+    wide.after(600)
+    b.report()
+    assert len(b.held) == 1
+    assert a.give_up(left, any_target=True) is Code.DENIED
+    b.leaving = False
+    b.report()
+    assert a.give_up(left, any_target=True) is None
+
+
 def test_a_group_that_is_given_up_unasked_never_goes_to_older_weights(table: Table) -> None:
     crowd = Crowd(table)
     crowd.write_with_newer_weights()
