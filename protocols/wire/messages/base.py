@@ -6,7 +6,7 @@ import msgspec
 
 from staleflow.protocols.consistency.effects import Code
 
-PROTOCOL = 16
+PROTOCOL = 17
 """Protocol version, raised by one whenever a message changes in meaning or shape. Both sides must have the same one."""
 
 Sha = Annotated[str, msgspec.Meta(max_length=71)]
