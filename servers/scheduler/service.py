@@ -126,7 +126,7 @@ class Service:
         with interpreter.store.read() as txn:
             self._registry.load(txn)
             self.phase = phases.load(txn, session)
-            if phases.is_new_session(txn, session):
+            if new_session := phases.is_new_session(txn, session):
                 interpreter.prompts.start_session()
         self._instances = Instances(config.trajectories.shards, self._leases_of, interpreter.clock)
         self._instances.newest = interpreter.machine.version
@@ -159,7 +159,7 @@ class Service:
         self._why = Why(
             state, self._deadlock, self._backoff, self._training.is_trainer_waiting, self._evaluations.describe
         )
-        self._elastic = ElasticControl(state, lambda worker: self._cycle.cost_of(worker))
+        self._elastic = ElasticControl(state, lambda worker: self._cycle.cost_of(worker), new_session=new_session)
         self._status = StatusView(
             state, self._metrics, self._why, self._evaluations, self._elastic, str(run_dir.resolve())
         )

@@ -21,10 +21,11 @@ TRAIN = "time/train"
 class ElasticControl:
     """The scheduler's view of how many engines the run needs."""
 
-    def __init__(self, state: SchedulerState, cost_of: Callable[[WorkerId], Cost | None]) -> None:
+    def __init__(self, state: SchedulerState, cost_of: Callable[[WorkerId], Cost | None], *, new_session: bool) -> None:
+        """``cost_of``: returns the cost model of an instance; None without one. ``new_session``: as for ``Fleet``."""
         self._balance = Balance(state.config, state.instances, cost_of)
         self._advisor = Advisor()
-        self._fleet = Fleet(state)
+        self._fleet = Fleet(state, new_session=new_session)
         self._logged = ("", 0)
 
     @property

@@ -6,6 +6,7 @@ Workers that were attached by hand under other names are left alone.
 """
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 
@@ -13,9 +14,10 @@ import msgspec
 
 from staleflow.configs.pools import workers
 from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages.status import Recommendation
 from staleflow.servers.scheduler.coordination.instance import Instance
-from staleflow.servers.scheduler.elastic.recommend import Action, EngineLoad
+from staleflow.servers.scheduler.elastic.recommend import SLOW, Action, EngineLoad
 from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.store.base import Read, Write
 
@@ -28,13 +30,16 @@ _NAME = re.compile(r"rollout-(\d+)")
 class Fleet:
     """Owner of the wanted names. Empty without ``rollout.elastic``: then every worker is wanted."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, *, new_session: bool) -> None:
+        """``new_session``: the run was started or resumed, with the configured number of workers."""
         self._interpreter, self._instances, self._registry = state.interpreter, state.instances, state.registry
         self._limits = state.config.rollout.elastic
+        self._slow: set[str] = set()
+        """Names of engines that were too slow beside the others; they do not return in this session."""
         self.wanted: tuple[str, ...] = ()
         if self._limits.max_workers:
             with state.interpreter.store.read() as txn:
-                self.wanted = self._stored(txn) or first_names(state.config)
+                self.wanted = (() if new_session else self._stored(txn)) or first_names(state.config)
 
     def _stored(self, txn: Read) -> tuple[str, ...]:
         raw = txn.get("meta", _KEY)
@@ -61,10 +66,14 @@ class Fleet:
         match recommendation.action:
             case Action.ADD:
                 free = (f"rollout-{number}" for number in range(self._limits.max_workers))
-                names += [name for name in free if name not in names][:count]
+                names += [name for name in free if name not in names and name not in self._slow][:count]
             case Action.REMOVE:
                 count = min(count, len(names) - self._limits.min_workers)
-                names = [name for name in names if name not in self._slowest(loads)[:count]]
+                slow = self._too_slow(loads)
+                # Slow engines first, then the newest.
+                leaving = sorted(names, key=lambda name: (slow.get(name, math.inf), -_number(name)))[:count]
+                self._slow |= slow.keys() & set(leaving)
+                names = [name for name in names if name not in leaving]
             case _:
                 return
         if len(names) == len(self.wanted):
@@ -73,15 +82,11 @@ class Fleet:
         self._interpreter.with_commit(self._save)
         log.info("%s; wanted now: %s", recommendation.sentence, ", ".join(self.wanted))
 
-    def _slowest(self, loads: Sequence[EngineLoad]) -> list[str]:
-        """Return the wanted names, slowest engine first; the newest first among equal ones."""
-        rates: dict[str, float] = {}
-        for load in loads:
-            instance = next((instance for instance in self._instances if instance.worker == load.name), None)
-            if instance is not None:
-                rates[self._name(instance)] = load.rate(load.places)
-        # Two significant digits: fits of equal engines differ by some percent.
-        return sorted(self.wanted, key=lambda name: (float(f"{rates.get(name, 0.0):.1e}"), -_number(name)))
+    def _too_slow(self, loads: Sequence[EngineLoad]) -> dict[str, float]:
+        """Return the speeds of the engines that are too slow beside the others, by name."""
+        fastest = max((load.speed for load in loads), default=0.0)
+        slow = [load for load in loads if load.speed < SLOW * fastest]
+        return {self._registry.name_of(WorkerId(load.name)): load.speed for load in slow}
 
     def release_unwanted(self) -> None:
         """Let the workers leave that are no longer wanted."""

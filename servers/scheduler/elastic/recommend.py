@@ -49,6 +49,8 @@ SATURATED = 0.75
 """Share of its slots from which an engine counts as full: the last samples of a group leave places free."""
 MAX_SPREAD = 2.0
 """Largest multiple of the measured number of samples for which a cost model is used: it was fitted to smaller ones."""
+SLOW = 0.5
+"""Speed of a sample, as a share of the fastest engine's, below which the trainer waits for the groups of an engine."""
 SAME, BETTER = 0.97, 1.05
 """Rates of two fleet sizes, relative to each other: at least ``SAME``: as fast; at least ``BETTER``: faster."""
 KNOWN_STEPS = 200
@@ -87,6 +89,12 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         if self.cost is None:
             return self.tokens_per_s / self.busy if self.busy else 0.0
         return self.cost.rate(running, running * self.kv)
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second of each of its samples."""
+        running = max(self.running, 1.0)
+        return self.rate(running) / running
 
     @property
     def places(self) -> float:
@@ -161,7 +169,8 @@ class Advisor:
         rate = 60.0 / measured.mean("seconds")
         oldest = measured.version - KNOWN_STEPS
         self._known = {n: known for n, known in self._known.items() if known[1] > oldest}
-        self._known[len(measured.engines)] = rate, measured.version
+        if not _num_slow(measured):  # with a slow engine, the number of engines does not tell the rate
+            self._known[len(measured.engines)] = rate, measured.version
         now = recommend(measured, {n: known for n, (known, _) in self._known.items()})
         self._repeats = self._repeats + 1 if (now.action, now.count) == self._last else 1
         self._last = now.action, now.count
@@ -182,6 +191,11 @@ def recommend(measured: Measured, known: dict[int, float] | None = None) -> Reco
     if faster:
         best = max(faster, key=faster.__getitem__)
         return _change(Action.ADD, best - count, rate, faster[best], f"steps were faster with {_engines(best)}")
+    slow, fed_s = _without_slow(measured)
+    if slow and count - slow >= least and fed_s <= (1 - MIN_GAIN) * measured.mean("seconds"):
+        behind = f"less than {SLOW:.0%} of the others' speed"
+        waits = f"the trainer waits for the groups of {_engines(slow)} with {behind}"
+        return _change(Action.REMOVE, slow, rate, 60.0 / fed_s, waits)
     if _surely(measured.steps, STARVED):
         if larger:
             return _keep(rate, f"{_starved(measured)}, but steps were no faster with {_engines(min(larger))}")
@@ -222,7 +236,7 @@ def _seconds_with_more(measured: Measured, more: int, slower_s: float = 0.0) -> 
     before = sum(engine.rate(engine.running) for engine in engines)
     typical = sorted(engines, key=lambda engine: engine.rate(engine.running))[len(engines) // 2]
     # Engines without a free place decode less than the bound admits.
-    saturated = all(engine.running >= SATURATED * engine.slots for engine in engines if engine.slots)
+    saturated = running >= SATURATED * sum(engine.slots for engine in engines)
     samples = max(running, measured.admitted) if saturated else running
     speedup = _rate([*engines, *[typical] * more], samples) / before if before else 1.0
     busy = fmean(engine.busy for engine in engines)
@@ -230,6 +244,19 @@ def _seconds_with_more(measured: Measured, more: int, slower_s: float = 0.0) -> 
     # Engines decode while the trainer trains, unless the bound lets them take turns.
     idle_s = slower_s if not measured.max_staleness else 0.0
     return max(seconds - measured.mean("starved") + slower_s, produce_s + idle_s)
+
+
+def _without_slow(measured: Measured) -> tuple[int, float]:
+    """Return the number of slow engines, and the seconds of a step without them: the trainer waits for no engine, or
+    the others decode all tokens."""
+    slow = _num_slow(measured)
+    busy_s = measured.mean("seconds") - measured.mean("starved") - measured.mean("pinned")
+    return slow, max(busy_s, _tokens_s(measured, len(measured.engines) - slow), 1e-9)
+
+
+def _num_slow(measured: Measured) -> int:
+    fastest = max(engine.speed for engine in measured.engines)
+    return sum(engine.speed < SLOW * fastest for engine in measured.engines)
 
 
 # --- fewer engines ------------------------------------------------------------------------------------------------
