@@ -35,7 +35,7 @@ def command(
 
     Each role is a separate process; Ctrl-C stops all of them cleanly. KEY=VALUE overrides a key of the configuration,
     for example staleness.max_staleness=0. --config is another way to give CONFIG. With --resume, CONFIG may be a run
-    directory, and only trainer.steps, nproc, backend and gpus may change.
+    directory, and only trainer.steps, nproc, backend and gpus, and the number of rollout workers may change.
 
     \b
     Examples:
