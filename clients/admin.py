@@ -40,10 +40,14 @@ class Admin:
         """End the run: finish the train step in progress, issue no new leases, keep all acknowledged data."""
         self._client.ask(messages.Drain(why=why), Done, timeout_s=timeout_s)
 
+    def attach(self, timeout_s: float = 10.0) -> AttachReply:
+        """Attach as an observer, or stay attached; return what the scheduler sends to an attaching worker."""
+        hello = messages.Attach(worker=self._worker, name=self._worker, role="monitor")
+        return self._client.ask(hello, AttachReply, timeout_s=timeout_s)
+
     def run(self, timeout_s: float = 10.0) -> AttachReply:
         """Return what the scheduler sends to an attaching worker: configuration, run directory, addresses."""
-        hello = messages.Attach(worker=self._worker, name=self._worker, role="monitor")
-        attached = self._client.ask(hello, AttachReply, timeout_s=timeout_s)
+        attached = self.attach(timeout_s)
         self._client.ask(messages.Detach(worker=self._worker, why="asked only"), Done, timeout_s=timeout_s)
         return attached
 

@@ -60,6 +60,21 @@ def workers(config: Config) -> list[Config]:
     return [pool.config for pool in pools(config) for _ in range(pool.workers)]
 
 
+def at_most(config: Config) -> Config:
+    """Return the configuration with as many rollout workers as ``rollout.elastic`` allows; further ones are of the last
+    pool."""
+    rollout = config.rollout
+    if (more := rollout.elastic.max_workers - len(workers(config))) <= 0:
+        return config
+    if not rollout.pool:
+        return msgspec.structs.replace(
+            config, rollout=msgspec.structs.replace(rollout, workers=rollout.elastic.max_workers)
+        )
+    *others, last = rollout.pool
+    larger = [*others, {**last, "workers": last.get("workers", 1) + more}]
+    return msgspec.structs.replace(config, rollout=msgspec.structs.replace(rollout, pool=larger))
+
+
 def gpus_of_engine(config: Config) -> int:
     """Return the number of GPUs of one worker."""
     rollout = config.rollout

@@ -1,23 +1,41 @@
-"""Keys that a resumed run may change: its length, and the ranks and the backend of its trainer.
+"""Keys that a resumed run may change: its length, the ranks and the backend of its trainer, and its rollout workers.
 
 A checkpoint of ``torch``, ``ddp`` or ``fsdp`` can be read by each of them, on any number of ranks.
 """
+
+from typing import Any
 
 import msgspec
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 
-KEYS = ("trainer.steps", "trainer.nproc", "trainer.backend", "trainer.gpus")
+KEYS = (
+    "trainer.steps",
+    "trainer.nproc",
+    "trainer.backend",
+    "trainer.gpus",
+    "rollout.workers",
+    "rollout.gpus",
+    "rollout.elastic.min_workers",
+    "rollout.elastic.max_workers",
+)
 RESHARDABLE = ("torch", "ddp", "fsdp")
 """Backends that read each other's checkpoints."""
 
 
 def with_keys_of(config: Config, other: Config) -> Config:
     """Return the configuration with the values of ``other`` for all keys that a resume may change."""
-    names = [key.removeprefix("trainer.") for key in KEYS]
-    values = {name: getattr(other.trainer, name) for name in names}
-    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, **values))
+    for key in KEYS:
+        config = _with(config, other, key.split("."))
+    return config
+
+
+def _with(table: Any, other: Any, path: list[str]) -> Any:
+    """Return a table with the value of ``other`` at a path."""
+    name, *below = path
+    value = getattr(other, name)
+    return msgspec.structs.replace(table, **{name: _with(getattr(table, name), value, below) if below else value})
 
 
 def check(config: Config, run: Config) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, field
 
 from staleflow.configs.columns import Column
+from staleflow.configs.elastic import Elastic
 from staleflow.configs.evals import EvalSet
 from staleflow.configs.launch import Launch
 from staleflow.configs.lora import Lora
@@ -430,6 +431,7 @@ class Rollout(Section, frozen=True, kw_only=True):
     1) and values of its own for ``engine``, ``engine_options``, ``max_inflight``, ``threads``, ``gpus``, ``vllm``,
     ``vllm_server`` and ``simulated``; other values are those of ``[rollout]``. Pools without ``gpus`` share
     ``rollout.gpus`` in order."""
+    elastic: Elastic = field(default_factory=Elastic)
     redundancy: Redundancy = field(default_factory=Redundancy)
     simulated: Simulated = field(default_factory=Simulated)
     vllm: Vllm = field(default_factory=Vllm)

@@ -10,7 +10,7 @@ from staleflow.configs.engines import ENGINES
 from staleflow.configs.errors import MISSING, ConfigError, shown
 from staleflow.configs.imports import split
 from staleflow.configs.metrics import check_metrics
-from staleflow.configs.pools import gpus_of_engine, pools
+from staleflow.configs.pools import gpus_of_engine, pools, workers
 from staleflow.configs.rewards import check_components
 from staleflow.configs.rules import algorithm
 from staleflow.configs.rules.coordination import check_coordination, check_spares, samples_started
@@ -46,6 +46,7 @@ def consistent(config: Config) -> None:
         _attention,
         check_engine,
         _gpus,
+        _elastic,
         _lease,
         check_evals,
         check_lora,
@@ -88,6 +89,28 @@ def _pools(config: Config) -> None:
         if has_tokenizer(pool.config) != has_tokenizer(config):
             allowed = f"tokens of all workers must be the same, those of rollout.engine {shown(rollout.engine)} are not"
             raise ConfigError(f"{pool.key}.engine", pool.config.rollout.engine, allowed)
+
+
+def _elastic(config: Config) -> None:
+    """Raise ``ConfigError`` unless the run starts with a number of rollout workers within its limits."""
+    limits, last = config.rollout.elastic, pools(config)[-1]
+    count = len(workers(config))
+    if not limits.max_workers:
+        if limits.min_workers > 1:
+            allowed = "it has no effect without rollout.elastic.max_workers: set both"
+            raise ConfigError("rollout.elastic.min_workers", limits.min_workers, allowed)
+        return
+    if limits.max_workers < count:
+        allowed = f"it must be at least the number of rollout workers at the start, {count}; 0 changes none"
+        raise ConfigError("rollout.elastic.max_workers", limits.max_workers, allowed)
+    if limits.min_workers > count:
+        allowed = f"it must be at most the number of rollout workers at the start, {count}"
+        raise ConfigError("rollout.elastic.min_workers", limits.min_workers, allowed)
+    if last.config.rollout.engine == "vllm_server" and limits.max_workers > count:
+        allowed = (
+            f"further workers would share the vLLM server of {last.key}: it must be {count}, the number of workers"
+        )
+        raise ConfigError("rollout.elastic.max_workers", limits.max_workers, allowed)
 
 
 def _lease(config: Config) -> None:

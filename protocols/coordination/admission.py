@@ -49,6 +49,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Seconds that the trainer waited with enough groups occupied, because unfinished ones had to be in its batch."""
     starved_s: float
     """Seconds that the trainer waited because too few groups were occupied."""
+    blocked_s: float = 0.0
+    """Part of ``starved_s`` that generation did not cause: the missing groups were in stages, or none was leased."""
     under_way: float
     """Average number of groups that were leased or in stages, in batches."""
 

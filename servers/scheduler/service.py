@@ -27,6 +27,7 @@ from staleflow.protocols.wire.messages import Done
 from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.cycle import Cycle
 from staleflow.servers.scheduler.coordination.instances import Instances
+from staleflow.servers.scheduler.elastic.control import ElasticControl
 from staleflow.servers.scheduler.evaluation.evaluations import Evaluations
 from staleflow.servers.scheduler.ledger import phase as phases
 from staleflow.servers.scheduler.ledger.identity import Identity
@@ -125,7 +126,7 @@ class Service:
         with interpreter.store.read() as txn:
             self._registry.load(txn)
             self.phase = phases.load(txn, session)
-            if phases.is_new_session(txn, session):
+            if new_session := phases.is_new_session(txn, session):
                 interpreter.prompts.start_session()
         self._instances = Instances(config.trajectories.shards, self._leases_of, interpreter.clock)
         self._instances.newest = interpreter.machine.version
@@ -158,8 +159,11 @@ class Service:
         self._why = Why(
             state, self._deadlock, self._backoff, self._training.is_trainer_waiting, self._evaluations.describe
         )
-        self._status = StatusView(state, self._metrics, self._why, self._evaluations, str(run_dir.resolve()))
-        self._attachments = Attachments(state, self._replies, self._rejects, str(run_dir))
+        self._elastic = ElasticControl(state, lambda worker: self._cycle.cost_of(worker), new_session=new_session)
+        self._status = StatusView(
+            state, self._metrics, self._why, self._evaluations, self._elastic, str(run_dir.resolve())
+        )
+        self._attachments = Attachments(state, self._replies, self._rejects, str(run_dir), lambda: self._elastic.wanted)
         self._pulls = PullReports(state, self._replies, self._rejects)
         self.exposition = Exposition(state, self._metrics, self._training.is_trainer_waiting)
         self._feature_requests = PromptFeatureRequests(prompts, self._registry, clock.now_ms)
@@ -180,6 +184,7 @@ class Service:
             config,
             self._training.end_step,
             self._training.waiting_step,
+            self._elastic.step,
         )
         self._handlers = self._table()
         self._since_ns = 0
@@ -249,6 +254,11 @@ class Service:
         listen(effects.RolledBack, self._on_rolled_back)
         for effect in (effects.Released, effects.Dropped, effects.Sealed, effects.Consumed, effects.Unsealed):
             listen(effect, self._on_change)
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """Names of the rollout workers that should run (``rollout.elastic``); empty: all that were started."""
+        return self._elastic.wanted
 
     # --- effects of the ledger -------------------------------------------------------------------------------
 
@@ -390,6 +400,7 @@ class Service:
         self._instances.touch_pulling()
         self._instances.expire_moves(now)
         self._backoff.update()
+        self._elastic.tick()
         self.flush()
         self._feature_requests.reply_waiting()
         self._feature_requests.answer_due(now)
@@ -510,7 +521,8 @@ class Service:
 
     def _step_metrics(self, call: Call, body: messages.Metrics) -> None:
         machine = self._interpreter.machine
-        self._metrics.step(body.step, body.values, machine, self._instances, self._clock.unix_ns())
+        values = self._elastic.add(body.values)
+        self._metrics.step(body.step, values, machine, self._instances, self._clock.unix_ns())
         self._replies.add(call, Done())
 
     def _finish(self, call: Call, body: messages.Finished) -> None:

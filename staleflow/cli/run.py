@@ -35,7 +35,7 @@ def command(
 
     Each role is a separate process; Ctrl-C stops all of them cleanly. KEY=VALUE overrides a key of the configuration,
     for example staleness.max_staleness=0. --config is another way to give CONFIG. With --resume, CONFIG may be a run
-    directory, and only trainer.steps, nproc, backend and gpus may change.
+    directory, and only trainer.steps, nproc, backend and gpus, and the number of rollout workers may change.
 
     \b
     Examples:
@@ -48,6 +48,7 @@ def command(
     from staleflow.configs.loading.presence import present
     from staleflow.configs.loading.probe import count_gpus
     from staleflow.configs.placement import place
+    from staleflow.configs.pools import at_most
     from staleflow.configs.threads import share
     from staleflow.process.host import usable_cores
     from staleflow.supervisor import rundir, summary
@@ -67,9 +68,9 @@ def command(
     if not resume:  # a run that has begun continues without its mirror
         check_access(config)
     check_free(config, folder)
-    for gpu, names in place(config, gpus).table() if gpus else ():
+    for gpu, names in place(at_most(config), gpus).table() if gpus else ():
         click.echo(f"GPU {gpu}: {', '.join(names)}", err=True)
-    if chosen := share(config, usable_cores()).words(config):
+    if chosen := share(at_most(config), usable_cores()).words(config):
         click.echo(f"threads: {chosen} ({usable_cores()} cores)", err=True)
     print_memory(config, folder, gpus)
     hint = f"staleflow run --run-dir {folder} --resume"

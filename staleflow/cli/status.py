@@ -95,7 +95,7 @@ def _show(status: "SchedulerStatus", run_dir: Path | None) -> None:
 
 
 def _why(status: "SchedulerStatus") -> None:
-    """Print why the run waits, and one line for each group that it waits for."""
+    """Print why the run waits, one line for each group that it waits for, and the recommended number of engines."""
     from staleflow.monitor.rows import pins
     from staleflow.monitor.words import span
     from staleflow.process.sanitize import all_printable
@@ -106,6 +106,8 @@ def _why(status: "SchedulerStatus") -> None:
         so_far = "" if pin.so_far_s is None else f", for {span(pin.so_far_s)} so far"
         left = "" if pin.left_s is None else f", about {span(pin.left_s)} left"
         click.echo(f"  step {pin.step}: group {pin.group} of version {pin.version}, at {pin.where}{so_far}{left}")
+    if status.recommendation.sentence and not status.finished:
+        click.echo(f"recommendation: {status.recommendation.sentence}")
 
 
 def _ended(run_dir: Path | None, address: str, why: bool, as_json: bool, *, listening: bool = False) -> int:

@@ -67,6 +67,9 @@ def check(config: Config) -> None:
     if config.rollout.pool:
         allowed = "all rollout pods are the same; leave it out, and run staleflow attach rollout in Jobs of your own"
         raise ConfigError("rollout.pool", config.rollout.pool, allowed)
+    if most := config.rollout.elastic.max_workers:
+        allowed = "Kubernetes starts a fixed number of pods: leave it at 0, and add Jobs of staleflow attach rollout"
+        raise ConfigError("rollout.elastic.max_workers", most, allowed)
     if not launch.image:
         raise ConfigError(
             "launch.image", launch.image, "it must name a container image that contains staleflow (see Containerfile)"

@@ -15,6 +15,7 @@ import select
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
 
@@ -24,10 +25,12 @@ from staleflow.configs.loading.load import read_run
 from staleflow.configs.schema import Config
 from staleflow.launch.network import host_of, interface_of, own_address, tcp
 from staleflow.launch.placement import PARTS, Place, rollout_roles, trainer_roles
+from staleflow.launch.wanted import WantedWatch
 from staleflow.net.errors import Refused, RunOver, Unavailable
 from staleflow.supervisor import lifeline
 from staleflow.supervisor.children import Child
 from staleflow.supervisor.drain import MACHINE_TIMEOUT_S, drain
+from staleflow.supervisor.elastic import Spares
 from staleflow.supervisor.joining import has_ended, join_run
 from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.roles import Role
@@ -52,24 +55,43 @@ class Machine:
         self._lifeline = Lifeline()
         self._connect = connect
         self._role = role
-        self._children = [Child(role, folder, self._lifeline) for role in roles]
-        self._tails = [Tail(folder / "logs" / f"{role.name}.out", from_end=True) for role in roles]
+        self._folder = folder
+        self._spares = Spares([role for role in roles if role.spare])
+        self._watch = WantedWatch(connect) if any(role.elastic for role in roles) else None
+        self._children = list[Child]()
+        self._tails = list[Tail]()
+        for first in roles:
+            if not first.spare:
+                self._add(first)
         self._ended = list[Child]()
+
+    def _add(self, role: Role) -> Child:
+        child = Child(role, self._folder, self._lifeline)
+        self._children.append(child)
+        self._tails.append(Tail(self._folder / "logs" / f"{role.name}.out", from_end=True))
+        return child
+
+    def _start(self, child: Child) -> bool:
+        try:
+            child.start()
+        except OSError as error:
+            print_line(f"{child.name} could not be started: {error}")
+            return False
+        print_line(f"{child.name} started")
+        return True
 
     def run(self) -> int:
         """Run until the run ends, a signal arrives, or a process fails; return the exit code. Main thread only."""
-        with StopSignals() as stop:
+        with StopSignals() as stop, self._watch or nullcontext():
             try:
-                for child in self._children:
-                    try:
-                        child.start()
-                    except OSError as error:
-                        print_line(f"{child.name} could not be started: {error}")
-                        return 1
-                    print_line(f"{child.name} started")
+                if not all(self._start(child) for child in self._children):
+                    return 1
                 while not stop.wait(POLL_INTERVAL_S):
                     self._forward_output()
-                    if (code := self._restart_dead()) is not None:
+                    code = self._restart_dead()
+                    if code is None:
+                        code = self._follow_scheduler()
+                    if code is not None:
                         return code
                 return 0
             finally:
@@ -79,8 +101,20 @@ class Machine:
                 finally:
                     self._lifeline.close()
 
+    def _follow_scheduler(self) -> int | None:
+        """Start the rollout workers that the scheduler wants. Return the exit code if there is nothing left to do."""
+        if self._watch is None:
+            return None
+        if self._watch.ended and not self._children:
+            return 0
+        wanted = () if self._watch.ended else self._watch.wanted
+        for role in self._spares.take(wanted):
+            if not self._start(self._add(role)):
+                return 1
+        return None
+
     def _restart_dead(self) -> int | None:
-        for child in self._children:
+        for child in list(self._children):
             if child.restart_at is not None:
                 if message := child.restart_if_due():
                     print_line(message)
@@ -88,7 +122,7 @@ class Machine:
                 continue
             elif (code := self._handle_exit(child)) is not None:
                 return code
-        return 0 if len(self._ended) == len(self._children) else None
+        return 0 if self._children and len(self._ended) == len(self._children) else None
 
     def _handle_exit(self, child: Child) -> int | None:
         code = child.exit_code
@@ -96,6 +130,12 @@ class Machine:
         if code == 2:
             print_line(f"{child.name} rejected its configuration")
             return 2
+        if self._watch is not None and code == 0:
+            self._watch.poll_now()
+            if not self._watch.ended and self._spares.keep(child.role, self._watch.wanted):
+                self._children.remove(child)
+                print_line(f"{child.name} has left: the scheduler wants {len(self._watch.wanted)} rollout workers")
+                return None
         if code == 0 and has_ended(self._connect, self._role, timeout_s=END_CHECK_TIMEOUT_S):
             self._ended.append(child)
             return None

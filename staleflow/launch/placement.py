@@ -1,8 +1,9 @@
 """Assign the processes of a run to machines. No IO.
 
 - **Head**: the servers and the stages without a model; all stages if ``launch.gpus_per_node`` is 0.
-- **Rollout machines**: ``rollout.workers`` engines, spread evenly. Depending on ``launch.relays``, a relay beside them
-  downloads the weights once per machine. With many machines each one has a relay, and the relays form a tree.
+- **Rollout machines**: ``rollout.workers`` engines, spread evenly; with ``rollout.elastic`` its maximum, of which only
+  the wanted ones run. Depending on ``launch.relays``, a relay beside them downloads the weights once per machine. With
+  many machines each one has a relay, and the relays form a tree.
 - **Trainer machines**: ``trainer.nproc`` ranks on each. The first one also has the stages with a model, on its
   remaining GPUs.
 
@@ -16,7 +17,8 @@ from typing import Literal, get_args
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.launch import Relays, most, share
-from staleflow.configs.pools import gpus_of_engine, pools, workers
+from staleflow.configs.pools import at_most, gpus_of_engine, pools
+from staleflow.configs.pools import workers as workers_at_start
 from staleflow.configs.rules.checks import check_ranks
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages, workers_of
@@ -122,6 +124,11 @@ def _check_gpus(config: Config) -> None:
             f"the first trainer machine needs {ranks + judges}: trainer.nproc {ranks}, stages with a model {judges}"
         )
         raise ConfigError("launch.gpus_per_node", gpus, allowed)
+
+
+def workers(config: Config) -> list[Config]:
+    """Return the configuration of each rollout worker that may run, in the order of their numbers."""
+    return workers_at_start(at_most(config))
 
 
 def engines_on(config: Config, machine: int, machines: int) -> dict[int, Config]:

@@ -78,6 +78,8 @@ class Board:
     """Seconds of the last step and of its parts, from the trainer's metrics."""
     limits: tuple[Limit, ...]
     why: str
+    advice: str
+    """Recommended change of the engines; empty if there is none."""
     waits: bool
     """True if the trainer waits or the scheduler is silent."""
     insecure: bool = False
@@ -127,6 +129,7 @@ def board(name: str, snapshot: Snapshot, history: History) -> Board:
         step_times=history.step_times,
         limits=_limits(status, instances, history),
         why=_why(snapshot),
+        advice=_advice(snapshot),
         waits=bool(status.trainer_waits) or _silent(snapshot),
         insecure=status.security == "insecure",
         heard=status.answered,
@@ -175,6 +178,11 @@ def _first_and_last(values: Mapping[int, float]) -> tuple[float, float] | None:
 
 def _silent(snapshot: Snapshot) -> bool:
     return snapshot.status.answered and snapshot.status_age_s > SILENCE_TIMEOUT_S
+
+
+def _advice(snapshot: Snapshot) -> str:
+    recommendation = snapshot.status.recommendation
+    return "" if snapshot.ended or snapshot.status.finished or not recommendation.count else recommendation.sentence
 
 
 def _why(snapshot: Snapshot) -> str:

@@ -104,7 +104,10 @@ def _why(it: Board) -> Text:
     if it.violations:
         text.append(f"{plural(it.violations, 'VIOLATION')} OF THE BOUND".upper(), "bold white on red").append("  ")
     text.append("why  ", "dim")
-    return text.append(it.why or _nothing_yet(it), "yellow" if it.waits else "")
+    text.append(it.why or _nothing_yet(it), "yellow" if it.waits else "")
+    if it.advice:
+        text.append("\nadvice  ", "dim").append(it.advice, "cyan")
+    return text
 
 
 def _nothing_yet(it: Board) -> str:

@@ -25,6 +25,8 @@ STALENESS = (
 )
 TIME = (
     ("Idle", ("trainer/idle_ratio", "rollout/idle_ratio")),
+    ("Waits of the trainer", ("elastic/starved", "elastic/blocked", "elastic/pinned")),
+    ("Recommended change of the engines", ("elastic/engines",)),
     ("Throughput", ("perf/tokens_per_second",)),
 )
 STEP = ("time/wait_for_batch", "time/train", "time/publish", "time/checkpoint", "time/eval")

@@ -124,6 +124,10 @@ class SimInstance:
         if self._process.error is not None:
             self._peers.failed(self._process.error)
 
+    def on_end(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` when its process ends."""
+        self._process.on_end.append(callback)
+
     @property
     def alive(self) -> bool:
         """True until it leaves or crashes."""
@@ -141,16 +145,17 @@ class SimInstance:
     def leave(self, why: str = "leaves") -> None:
         """Detach; the worker's work in progress is released."""
         self._why = why
-        self._stop()
+        self.stop()
         if self._process.main is not None:
             self._process.main.cancel()
 
     def crash(self) -> None:
         """End without any message."""
-        self._stop()
+        self.stop()
         self._conductor.kill(self._process)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Stop the engine; the worker itself may still leave."""
         self.ended_s = self._conductor.now_s
         self.engine.stop()
 

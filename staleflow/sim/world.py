@@ -158,6 +158,7 @@ class World:
     def _tick(self) -> None:
         self._service.tick(self._endpoint.peers)
         self.scheduler.charge_second(len(self._endpoint.peers), len(self._current))
+        self._start_wanted()
         self.timeline.after(TICK_INTERVAL_S, self._tick)
         self._check_progress()
 
@@ -193,6 +194,7 @@ class World:
         pull_s = self.charges.pull_s(remote=kind.remote)
         name, peers = f"rollout-{number}", self._peers
         instance = SimInstance(worker, name, engine, self.timeline, peers, pull_s=pull_s, price=kind.price)
+        instance.on_end(partial(self._ended, number, instance))
         self.lives.append(instance)
         self._current[number] = instance
         if kind.preemptible:
@@ -201,6 +203,19 @@ class World:
     def _join_again(self, number: int) -> None:
         if number not in self._current:
             self._join(number)
+
+    def _start_wanted(self) -> None:
+        """Start the engines that the scheduler wants, as a supervisor does; others leave by themselves."""
+        for name in () if self._service.phase.ending else self._service.wanted:
+            number = int(name.removeprefix("rollout-"))
+            if number not in self._current:
+                self._join(number)
+
+    def _ended(self, number: int, instance: SimInstance) -> None:
+        """Forget an engine that the scheduler has let go."""
+        if self._current.get(number) is instance:
+            instance.stop()
+            del self._current[number]
 
     def _apply_event(self, event: Occurrence) -> None:
         """Apply an event to an engine; ignore one that its state does not allow."""

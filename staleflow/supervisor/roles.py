@@ -47,6 +47,10 @@ class Role:
     variables: tuple[tuple[str, str], ...] = ()
     """Additional environment variables as (name, value)."""
     works: WorkingSince = WorkingSince.STARTED
+    elastic: bool = False
+    """The scheduler decides whether it runs (``rollout.elastic``)."""
+    spare: bool = False
+    """It is not started with the run."""
 
 
 PROGRESS_BARS = (("TQDM_POSITION", "-1"),)
@@ -72,11 +76,13 @@ def servers(config: Config, run_dir: Path, session: str = "") -> list[Role]:
 
 
 def workers(config: Config, run_dir: Path, available: int = 0, cores: int = 1) -> list[Role]:
-    """Return the workers of a run in start order, rollout workers first and the trainer last.
+    """Return the workers of a run in start order, rollout workers first and the trainer last; with ``rollout.elastic``
+    also the spare ones.
 
     ``available``: number of GPUs that the run may see; ``cores``: number of processors that it may use.
     """
-    placement, threads = place(config, available), share(config, cores)
+    largest = pools.at_most(config)
+    placement, threads = place(largest, available), share(largest, cores)
     rollout = [
         replace(rollout_worker(config, number, run_dir, threads=threads), gpus=gpus)
         for number, gpus in enumerate(placement.rollout)
@@ -94,9 +100,11 @@ def workers(config: Config, run_dir: Path, available: int = 0, cores: int = 1) -
 
 def rollout_worker(config: Config, number: int, run_dir: Path, *more: str, threads: Threads | None = None) -> Role:
     """Return a rollout worker with the settings of its pool, on all GPUs. ``more``: further options."""
-    worker = pools.workers(config)[number]
+    worker = pools.workers(pools.at_most(config))[number]
     words = (*more, *as_overrides(worker, config))
-    return attach(f"rollout-{number}", run_dir, "rollout", *words, threads=(threads or Threads()).of_worker(worker))
+    role = attach(f"rollout-{number}", run_dir, "rollout", *words, threads=(threads or Threads()).of_worker(worker))
+    elastic, spare = config.rollout.elastic.max_workers > 0, number >= len(pools.workers(config))
+    return replace(role, elastic=elastic, spare=spare)
 
 
 def model_builder(run_dir: Path) -> Role:

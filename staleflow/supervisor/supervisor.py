@@ -25,6 +25,7 @@ from staleflow.protocols.wire.messages import ParametersStatus, SchedulerStatus,
 from staleflow.supervisor import model, roles
 from staleflow.supervisor.children import Child
 from staleflow.supervisor.drain import drain
+from staleflow.supervisor.elastic import Spares
 from staleflow.supervisor.leftovers import sweep
 from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.roles import Kind, Role
@@ -70,7 +71,9 @@ class Supervisor:
 
         ``gpus``: number of GPUs on this machine.
         """
-        self._workers = roles.workers(config, run_dir, gpus, usable_cores()) if workers is None else workers
+        every = roles.workers(config, run_dir, gpus, usable_cores()) if workers is None else workers
+        self._workers = [role for role in every if not role.spare]
+        self._spares = Spares([role for role in every if role.spare])
         self._builds_model = workers is None
         self._config = config
         self._run_dir = run_dir
@@ -86,6 +89,8 @@ class Supervisor:
         self._began = time.monotonic()
         self._lines = NewLines(run_dir / "metrics.jsonl")
         self._failed_code = 1
+        self._recommended = ("", 0)
+        """Action and number of the recommendation that was shown last."""
 
     def run(self) -> int:
         """Execute the run and return its exit code."""
@@ -190,12 +195,26 @@ class Supervisor:
         while not self._status.finished:
             self._wait()
             self._restart_dead(self._children)
+            self._follow_scheduler()
             if self._status.drained:
                 self._phase = "draining"
             elif self._status.trained:
                 self._phase = "evaluating"
             elif self._status.version >= 0:
                 self._phase = "training"
+
+    def _follow_scheduler(self) -> None:
+        """Show a new recommendation, and start the rollout workers that the scheduler wants."""
+        status = self._status
+        recommendation = status.recommendation
+        if (change := (recommendation.action, recommendation.count)) != self._recommended and recommendation.action:
+            self._recommended = change
+            if recommendation.count:
+                self._view.notify(f"the scheduler recommends: {recommendation.sentence}")
+        if status.wanted and not (status.drained or status.trained or status.finished):
+            for role in self._spares.take(status.wanted):
+                self._start(role)
+                self._view.notify(f"{role.name} starts: the scheduler wants {len(status.wanted)} rollout workers")
 
     def _await_trainer(self) -> None:
         """Wait for the trainer to exit after the run has finished: it may still write a checkpoint."""
@@ -214,7 +233,7 @@ class Supervisor:
             self._restart_dead(self._children)
 
     def _restart_dead(self, children: list[Child]) -> None:
-        for child in children:
+        for child in list(children):
             if child.over:
                 continue
             if child.restart_at is not None:
@@ -233,6 +252,10 @@ class Supervisor:
         if status.finished or (code == 0 and any(child.role.kind is kind and due for kind, due in leaves)):
             # a trainer that exited during a drain without reporting its end is restarted to report it
             child.over = True
+            return
+        if self._spares.keep(child.role, status.wanted):
+            self._children.remove(child)
+            self._view.notify(f"{child.name} has left: the scheduler wants {len(status.wanted)} rollout workers")
             return
         if code == 2:
             raise Failure(_with_output(f"{child.name} rejected its configuration", child, lines=1), code=2)

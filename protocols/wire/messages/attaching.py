@@ -58,6 +58,8 @@ class AttachReply(Message, frozen=True, kw_only=True):
     """The run was drained or has finished; a worker that leaves now is not replaced."""
     leases: LeaseId = LeaseId(0)
     """Highest lease granted so far. A server that stores a higher one belongs to a newer ledger."""
+    wanted: tuple[str, ...] = ()
+    """Names of the rollout workers that should run (``rollout.elastic``); empty: all that were started."""
 
 
 class Detach(Message, frozen=True, kw_only=True):

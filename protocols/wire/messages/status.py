@@ -164,6 +164,39 @@ class ShardStatus(Part, frozen=True, kw_only=True):
     """Reason why it refuses pushes ("map", "disk", "read-only" or "failing"); empty while it accepts them."""
 
 
+class Recommendation(Part, frozen=True, kw_only=True):
+    """Recommended change of the run's engines, from measured shares of time."""
+
+    action: str = ""
+    """``add`` or ``remove`` engines, move a GPU ``to_training`` or ``to_rollout``, ``keep`` all; empty before enough
+    steps were measured."""
+    count: int = 0
+    """Number of engines or GPUs."""
+    reason: str = ""
+    steps_per_min: float = 0.0
+    """Measured steps a minute."""
+    expected_steps_per_min: float = 0.0
+    """Predicted steps a minute after the change."""
+
+    @property
+    def sentence(self) -> str:
+        """The change, its reason and its effect; the reason alone for ``keep``; empty before the first."""
+        number = f"{self.count} engine{'s' if self.count != 1 else ''}"
+        moved = f"{'a GPU' if self.count == 1 else f'{self.count} GPUs'}"
+        match self.action:
+            case "add" | "remove":
+                change = f"{self.action} {number}"
+            case "to_training":
+                change = f"move {moved} from rollout to training at the next checkpoint"
+            case "to_rollout":
+                change = f"move {moved} from training to rollout at the next checkpoint"
+            case "keep":
+                return f"keep all engines: {self.reason}"
+            case _:
+                return ""
+        return f"{change}: {self.reason}; {self.steps_per_min:.3g} -> {self.expected_steps_per_min:.3g} steps/min"
+
+
 class RunTotals(msgspec.Struct, kw_only=True):
     """Counters since the start of the run, as the scheduler stores and updates them."""
 
@@ -237,6 +270,9 @@ class SchedulerStatus(Status, frozen=True, kw_only=True):
     trainer_waits: str = ""
     """Cause of the trainer's wait (servers, workers, older groups, prompts, stages or engines); empty if it does not
     wait."""
+    recommendation: Recommendation = Recommendation()
+    wanted: tuple[str, ...] = ()
+    """Names of the rollout workers that should run (``rollout.elastic``); empty: all that were started."""
     staleness: Ages = Ages()
     recent: tuple[dict[str, Any], ...] = ()
     """Noteworthy lines of the trace, newest last."""

@@ -10,9 +10,10 @@ from staleflow.configs.schema import Config, Coordination
 from staleflow.protocols.consistency import events
 from staleflow.protocols.consistency.effects import Code, Delivered, Rejected
 from staleflow.protocols.consistency.ids import Step, WorkerId
+from staleflow.protocols.coordination import admission
 from staleflow.protocols.coordination.decide import Strategies, decide
 from staleflow.protocols.coordination.sync import MAX_AT_ONCE
-from staleflow.protocols.coordination.view import Load, Move, Order, Start
+from staleflow.protocols.coordination.view import Cost, Load, Move, Order, Start
 from staleflow.protocols.wire.messages import InstanceStats
 from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.instances import Instances
@@ -35,13 +36,14 @@ class Cycle:
         config: Config,
         end: Callable[[], int],
         waiting_step: Callable[[], Step | None],
+        measured: Callable[[admission.Step, int, int], None],
     ) -> None:
         """``end``: returns the end of the run, an exclusive step. ``waiting_step``: returns the step whose batch the
-        trainer waits for; None if it does not wait."""
+        trainer waits for; None if it does not wait. ``measured``: called with each step, its version and the time."""
         self._interpreter = interpreter
         self._instances = instances
         self._strategies = strategies(config.coordination)
-        self._pacing = Pacing(interpreter.limits, waiting_step)
+        self._pacing = Pacing(interpreter.limits, waiting_step, measured)
         interpreter.listen(Delivered, self._pacing.on_delivered)
         self._snapshots = Snapshots(interpreter, instances, backoff, config, end, self._pacing)
         self.unfinished = False
@@ -52,6 +54,10 @@ class Cycle:
     def resting(self) -> bool:
         """True if the pause after the last decision is not over yet."""
         return self._interpreter.clock.now_ns() < self._not_before_ns
+
+    def cost_of(self, worker: WorkerId) -> Cost | None:
+        """Return the cost model of an instance; None without one."""
+        return None if self._snapshots.costs is None else self._snapshots.costs.of(worker)
 
     def observe(self, worker: WorkerId, stats: InstanceStats) -> None:
         """Update the cost model of an instance from its report, if a strategy uses one."""

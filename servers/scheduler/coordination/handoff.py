@@ -72,7 +72,12 @@ class Handoffs:
     def _may_take(self, instance: Instance, group_view: GroupView, op: RegisterYield) -> bool:
         """Return whether an instance could take over the group once it has a free place."""
         other = instance.worker != group_view.worker
-        return other and self._backoff.may_start(instance) and self._can_continue(instance.worker, op)
+        return (
+            other
+            and not instance.released
+            and self._backoff.may_start(instance)
+            and self._can_continue(instance.worker, op)
+        )
 
     def _free(self, instance: Instance) -> int:
         """Return how many more groups an instance may get."""

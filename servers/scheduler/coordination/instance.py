@@ -72,6 +72,7 @@ class Instance:
         "pull",
         "pull_ms",
         "pushed",
+        "released",
         "reported",
         "stats",
         "stuck",
@@ -106,6 +107,8 @@ class Instance:
         """Ticket of the evaluation that it was ordered to play; 0: none."""
         self.leaving = False
         """It leaves soon and hands its groups over."""
+        self.released = False
+        """It gets no further group, and leaves once it has none."""
         self.drain_sent = False
         """The drain notice was sent."""
 
@@ -140,6 +143,11 @@ class Instance:
     def aborts(self, lease: LeaseId) -> bool:
         """Return whether an abort of the lease is pending, not acknowledged."""
         return self.aborting.get(lease, 0) > self.commands.acked
+
+    @property
+    def may_leave(self) -> bool:
+        """True if it is released and has nothing left to do."""
+        return self.released and not self.leases and self.pinned is None
 
     def has_received_evaluation(self) -> bool:
         """Return whether it has acknowledged the newest order to play an evaluation."""

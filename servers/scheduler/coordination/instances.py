@@ -234,7 +234,8 @@ class Instances:
     def answer(self) -> None:
         """Send pending commands to every instance with an open report. Call after the commit."""
         for instance in self._to_answer.values():
-            has_news = instance.commands.pending or (self.draining and not instance.drain_sent)
+            drains = self.draining or instance.may_leave
+            has_news = instance.commands.pending or (drains and not instance.drain_sent)
             if has_news and instance.call is not None:
                 self._reply(instance)
         self._to_answer.clear()
@@ -250,13 +251,18 @@ class Instances:
         self.draining = True
         self._to_answer = dict(self._by_worker)
 
+    def release(self, instance: Instance, *, leaves: bool) -> None:
+        """Let an instance leave once it has finished its groups, or take that back."""
+        instance.released = leaves
+        self._to_answer[instance.worker] = instance
+        self.touch(instance.worker)
+
     def _reply(self, instance: Instance) -> None:
         call, instance.call = instance.call, None
         if call is not None and not call.done:
-            commands, instance.drain_sent = instance.commands, self.draining
-            call.reply(
-                Commands(first=commands.acked + 1, commands=commands.take(), version=self.newest, drain=self.draining)
-            )
+            commands, drains = instance.commands, self.draining or instance.may_leave
+            instance.drain_sent = drains
+            call.reply(Commands(first=commands.acked + 1, commands=commands.take(), version=self.newest, drain=drains))
 
     def order_pull(self, instance: Instance, lineage: Lineage, version: Version, now_ms: int) -> None:
         """Order an instance to load weights."""

@@ -12,8 +12,15 @@ from staleflow.protocols.coordination.admission import Pace, Step, paced
 class Pacing:
     """Sampled once a cycle: each sample stands for the time until the next one. Kept in memory only."""
 
-    def __init__(self, limits: Limits, waiting_step: Callable[[], TrainStep | None]) -> None:
-        """``waiting_step``: returns the step whose batch the trainer waits for; None if it does not wait."""
+    def __init__(
+        self,
+        limits: Limits,
+        waiting_step: Callable[[], TrainStep | None],
+        measured: Callable[[Step, int, int], None] = lambda step, version, now_ms: None,
+    ) -> None:
+        """``waiting_step``: returns the step whose batch the trainer waits for; None if it does not wait.
+        ``measured``: called with each step, its version and the time in milliseconds."""
+        self._measured = measured
         self._most = limits.max_staleness + 1.0
         self._batch_size = limits.batch_size
         self.pace = Pace(lead=self._most)
@@ -23,11 +30,13 @@ class Pacing:
         """The trainer waits for a batch while the version of the step before it is not published yet."""
         self._waiting_step = waiting_step
         self._starved = False
+        self._blocked = False
         self._delivered = -1
         self._looked_ms = -1
         self._began_ms = 0
         self._pinned_ms = 0
         self._starved_ms = 0
+        self._blocked_ms = 0
         self._under_way = 0
         self._under_way_ms = 0
         """Groups x milliseconds."""
@@ -46,6 +55,7 @@ class Pacing:
         self._under_way_ms += self._under_way * passed_ms
         if self.waits and self._starved:
             self._starved_ms += passed_ms
+            self._blocked_ms += passed_ms if self._blocked else 0
         elif self.waits:
             self._pinned_ms += passed_ms
         if machine.version != self._version:
@@ -56,6 +66,8 @@ class Pacing:
         step = self._waiting_step() if machine.version >= 0 else None
         self.waits, self._publishes = step is not None, step is not None and step > machine.version
         self._starved = self.waits and machine.starved()
+        missing = self._batch_size - counts["occupied"]
+        self._blocked = self._starved and (counts["pushed"] >= missing or not counts["leased"])
 
     def _next(self, version: int, now_ms: int) -> None:
         """Finish a step at a new version. The first step of a run and rollbacks are ignored: they show no pace."""
@@ -65,11 +77,13 @@ class Pacing:
                 seconds=passed_ms / 1000,
                 pinned_s=self._pinned_ms / 1000,
                 starved_s=self._starved_ms / 1000,
+                blocked_s=self._blocked_ms / 1000,
                 under_way=self._under_way_ms / passed_ms / self._batch_size,
             )
             self.pace = paced(self.pace, step, self._most)
+            self._measured(step, version, now_ms)
         elif version < self._version:
             self._delivered = -1
         self._version = version
         self._began_ms = now_ms
-        self._pinned_ms = self._starved_ms = self._under_way_ms = 0
+        self._pinned_ms = self._starved_ms = self._blocked_ms = self._under_way_ms = 0

@@ -19,6 +19,7 @@ from staleflow.protocols.wire.messages.status import (
     WorkerStatus,
 )
 from staleflow.servers.scheduler.coordination.instance import Instance
+from staleflow.servers.scheduler.elastic.control import ElasticControl
 from staleflow.servers.scheduler.evaluation.evaluations import Evaluations
 from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.servers.scheduler.status.step_metrics import StepMetrics
@@ -43,7 +44,13 @@ class StatusView:
     """Read-only view of the scheduler that builds status replies."""
 
     def __init__(
-        self, state: SchedulerState, metrics: StepMetrics, why: Why, evaluations: Evaluations, run_dir: str
+        self,
+        state: SchedulerState,
+        metrics: StepMetrics,
+        why: Why,
+        evaluations: Evaluations,
+        elastic: ElasticControl,
+        run_dir: str,
     ) -> None:
         self._config, self._identity, self._phase = state.config, state.identity, state.phase
         self._interpreter, self._registry = state.interpreter, state.registry
@@ -51,6 +58,7 @@ class StatusView:
         self._metrics = metrics
         self._why = why
         self._evaluations = evaluations
+        self._elastic = elastic
         self._stages = graph(state.config)
         self._started_ms = state.interpreter.clock.now_ms()
         self._run_dir = run_dir
@@ -110,6 +118,8 @@ class StatusView:
             pinned=Pinned(step=machine.next_step, groups=tuple(self._why.pins())),
             why=self._why.sentence(),
             trainer_waits=self._why.trainer_waits(),
+            recommendation=self._elastic.recommendation,
+            wanted=self._elastic.wanted,
             staleness=self._ages(),
             recent=tuple(interpreter.trace.recent.lines()),
             instances=self._instance_rows(now, present),

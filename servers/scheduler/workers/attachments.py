@@ -5,7 +5,7 @@ they expire.
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from staleflow.configs.loading.load import to_json
@@ -50,7 +50,16 @@ _FIRST_WORD = re.compile(r"[^-.]*")
 class Attachments:
     """Keeps registry, instances, ledger and trace consistent about the attached processes."""
 
-    def __init__(self, state: SchedulerState, replies: PendingReplies, rejects: Rejects, run_dir: str) -> None:
+    def __init__(
+        self,
+        state: SchedulerState,
+        replies: PendingReplies,
+        rejects: Rejects,
+        run_dir: str,
+        wanted: Callable[[], tuple[str, ...]],
+    ) -> None:
+        """``wanted``: returns the names of the rollout workers that should run; empty: all."""
+        self._wanted = wanted
         self._config, self._identity, self._phase = state.config, state.identity, state.phase
         self._interpreter, self._registry, self._instances = state.interpreter, state.registry, state.instances
         self._config_json = to_json(state.config)
@@ -190,6 +199,7 @@ class Attachments:
             lease_ms=self._interpreter.limits.lease_ms,
             ending=self._phase.ending,
             leases=machine.lease_hi,
+            wanted=self._wanted(),
         )
 
     def detach(self, call: Call, body: Detach) -> None:

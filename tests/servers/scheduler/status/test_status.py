@@ -58,8 +58,8 @@ def test_programs_that_read_the_json_find_every_field_under_its_name(tmp_path: P
     assert " ".join(values) == (
         "run run_dir parameters incarnation uptime_s run_s lineage forks version checkpoints next_step steps "
         "trainer_term max_staleness bound on_overdue batch_size group_size max_inflight security ledger window pinned "
-        "why trainer_waits staleness recent instances workers workers_left_out stages shards totals lengths violations "
-        "metrics first_metrics "
+        "why trainer_waits recommendation wanted staleness recent instances workers workers_left_out stages shards "
+        "totals lengths violations metrics first_metrics "
         "finished trained drained error closed full map_used"
     )
     nested = {key: " ".join(row if hasattr(row, "keys") else row[0]) for key, row in values.items() if key in NESTED}

@@ -1,0 +1,73 @@
+"""Measure each step, recommend, and follow the recommendation where ``rollout.elastic`` allows it."""
+
+import logging
+from collections.abc import Callable, Mapping
+
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.coordination.admission import Step
+from staleflow.protocols.coordination.view import Cost
+from staleflow.protocols.wire.messages.status import Recommendation
+from staleflow.servers.scheduler.elastic.balance import Balance
+from staleflow.servers.scheduler.elastic.fleet import Fleet
+from staleflow.servers.scheduler.elastic.recommend import Action, Advisor
+from staleflow.servers.scheduler.state import SchedulerState
+
+log = logging.getLogger(__name__)
+
+TRAIN = "time/train"
+"""Metric of the trainer: the computation of a step, which its ranks divide among them."""
+
+
+class ElasticControl:
+    """The scheduler's view of how many engines the run needs."""
+
+    def __init__(self, state: SchedulerState, cost_of: Callable[[WorkerId], Cost | None], *, new_session: bool) -> None:
+        """``cost_of``: returns the cost model of an instance; None without one. ``new_session``: as for ``Fleet``."""
+        self._balance = Balance(state.config, state.instances, cost_of)
+        self._advisor = Advisor()
+        self._fleet = Fleet(state, new_session=new_session)
+        self._logged = ("", 0)
+
+    @property
+    def recommendation(self) -> Recommendation:
+        """The stable recommendation; one that is followed stays until the engines have changed."""
+        return self._advisor.newest
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """Names of the rollout workers that should run; empty: all that were started."""
+        return self._fleet.wanted
+
+    def step(self, step: Step, version: int, now_ms: int) -> None:
+        """Take the times of a step into account. ``version``: the version that ended it."""
+        measured = self._balance.step(step, version, now_ms)
+        if measured is None:
+            self._advisor.forget()
+            return
+        recommendation = self._advisor.update(measured)
+        change = (recommendation.action, recommendation.count)
+        if change != self._logged and recommendation.action:
+            self._logged = change
+            log.info("recommendation: %s", recommendation.sentence)
+        self._fleet.follow(recommendation, measured.engines)
+
+    def tick(self) -> None:
+        """Let workers leave that are no longer wanted."""
+        self._fleet.release_unwanted()
+
+    def add(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Note the trainer's metrics of a step; return them with the scheduler's shares and recommendation."""
+        if TRAIN not in values:
+            return dict(values)
+        self._balance.trained(values[TRAIN])
+        last, newest = self._balance.last, self._advisor.newest
+        own: dict[str, float] = {}
+        if last is not None and last.seconds > 0:
+            own["elastic/starved"] = last.starved / last.seconds
+            own["elastic/blocked"] = last.blocked / last.seconds
+            own["elastic/pinned"] = last.pinned / last.seconds
+        if newest.action:
+            signs = {Action.ADD: 1, Action.REMOVE: -1}
+            own["elastic/engines"] = signs.get(Action(newest.action), 0) * newest.count
+            own["elastic/expected_steps_per_min"] = newest.expected_steps_per_min
+        return own | dict(values)
