@@ -142,9 +142,9 @@ def drifts(runs: Sequence[Run]) -> str:
     values: dict[tuple[str, int, str], dict[int, list[float]]] = {}
     for (_, _, _, eta, correction), same in grouped(runs).items():
         for metric, pairs in ((metric, pairs) for run in same for metric, pairs in run.get("drift", {}).items()):
-            ages = values.setdefault((metric, eta, correction if eta else "synchronous"), {})
+            drift = values.setdefault((metric, eta, correction if eta else "synchronous"), {})
             for age, value in pairs:
-                ages.setdefault(int(age), []).append(value)
+                drift.setdefault(int(age), []).append(value)
     ages = sorted({age for by_age in values.values() for age in by_age})
     lines = [
         f"| metric | max_staleness | correction | {' | '.join(f'age {age}' for age in ages)} |",

@@ -220,7 +220,7 @@ def evaluate(name: str, seed: int, model_directory: Path) -> float:
         new = answers(model, tokenizer, [tokenizer.encode(prompt) for prompt in prompts], limit)
         texts = tokenizer.batch_decode(new, skip_special_tokens=True)
     score = load_object(WORKLOADS[name].score, "score")
-    right = [score(completion=text, **row) for row, text in zip(rows, texts, strict=True)]
+    right: list[float] = [score(completion=text, **row) for row, text in zip(rows, texts, strict=True)]
     return sum(right) / len(right)
 
 
