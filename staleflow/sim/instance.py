@@ -106,7 +106,7 @@ class SimInstance:
         if self._process.error is not None:
             self._peers.failed(self._process.error)
 
-    def on_end(self, callback: Callable[[], object]) -> None:
+    def on_end(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when its process ends."""
         self._process.on_end.append(callback)
 
