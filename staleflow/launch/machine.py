@@ -134,7 +134,7 @@ class Machine:
             self._watch.poll_now()
             if not self._watch.ended and self._spares.keep(child.role, self._watch.wanted):
                 self._children.remove(child)
-                print_line(f"{child.name} has left: the scheduler wants {len(self._watch.wanted)} rollout workers")
+                print_line(f"{child.name} has left (rollout workers wanted: {len(self._watch.wanted)})")
                 return None
         if code == 0 and has_ended(self._connect, self._role, timeout_s=END_CHECK_TIMEOUT_S):
             self._ended.append(child)

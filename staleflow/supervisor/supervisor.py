@@ -214,7 +214,7 @@ class Supervisor:
         if status.wanted and not (status.drained or status.trained or status.finished):
             for role in self._spares.take(status.wanted):
                 self._start(role)
-                self._view.notify(f"{role.name} starts: the scheduler wants {len(status.wanted)} rollout workers")
+                self._view.notify(f"{role.name} starts (rollout workers wanted: {len(status.wanted)})")
 
     def _await_trainer(self) -> None:
         """Wait for the trainer to exit after the run has finished: it may still write a checkpoint."""
@@ -255,7 +255,7 @@ class Supervisor:
             return
         if self._spares.keep(child.role, status.wanted):
             self._children.remove(child)
-            self._view.notify(f"{child.name} has left: the scheduler wants {len(status.wanted)} rollout workers")
+            self._view.notify(f"{child.name} has left (rollout workers wanted: {len(status.wanted)})")
             return
         if code == 2:
             raise Failure(_with_output(f"{child.name} rejected its configuration", child, lines=1), code=2)

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 
@@ -70,3 +70,40 @@ def test_a_machine_lets_go_of_its_processes_whatever_its_end_raises(
     with pytest.raises(RuntimeError):
         Machine([], tmp_path, "tcp://127.0.0.1:1", "rollout").run()
     assert ended == ["drain", "lifeline"]
+
+
+def test_a_machine_runs_the_workers_that_the_scheduler_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The scheduler lets the first worker go and wants the spare one; then the run ends."""
+
+    class Watch:
+        """Answers of a scheduler: the next one at each exit of a worker."""
+
+        answers: ClassVar = [(("rollout-1",), False), (("rollout-1",), True)]
+        wanted, ended = ("rollout-0",), False
+
+        def __init__(self, connect: str) -> None:
+            assert connect == "tcp://127.0.0.1:1"
+
+        def __enter__(self) -> "Watch":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def poll_now(self) -> None:
+            self.wanted, self.ended = self.answers.pop(0)
+
+    monkeypatch.setattr(machine, "WantedWatch", Watch)
+    monkeypatch.setattr(machine, "has_ended", lambda *_, **__: True)
+    command = (sys.executable, "-c", "pass")
+    first, second = (
+        Role(name=f"rollout-{number}", kind=Kind.WORKER, command=command, elastic=True, spare=number > 0)
+        for number in range(2)
+    )
+    assert Machine([first, second], tmp_path, "tcp://127.0.0.1:1", "rollout").run() == 0
+    assert capfd.readouterr().out.splitlines() == [
+        "rollout-0 started",
+        "rollout-0 has left (rollout workers wanted: 1)",
+        "rollout-1 started",
+    ]

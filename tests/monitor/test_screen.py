@@ -25,7 +25,7 @@ from staleflow.monitor.plain import PlainView
 from staleflow.monitor.screen import OpenStory, dashboard, keys
 from staleflow.monitor.story import Chapter
 from staleflow.monitor.words import amount, bar, clock, curve, meter, number, short, span
-from staleflow.protocols.wire.messages.status import Ages, WindowStatus
+from staleflow.protocols.wire.messages.status import Ages, Recommendation, WindowStatus
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.view import Snapshot
 from tests.monitor.world import ROLES, STATUS, process, shown
@@ -93,6 +93,16 @@ def test_the_whole_screen(width: int, height: int) -> None:
 def test_the_documentation_shows_this_screen() -> None:
     page = (SCREENS.parents[2] / "docs" / "tutorials" / "monitor.md").read_text()
     assert (SCREENS / "80x24.txt").read_text() in page
+
+
+def test_a_recommended_change_of_the_engines_is_below_the_reason() -> None:
+    advice = Recommendation(
+        action="add", count=2, reason="the trainer waits", steps_per_min=6, expected_steps_per_min=9
+    )
+    lines = drawn(seen(snapshot(recommendation=advice)), Look(), 100, 30)
+    assert "advice  add 2 engines: the trainer waits; 6 -> 9 steps/min" in lines[2:4]
+    kept = Recommendation(action="keep", reason="balanced")
+    assert not any(line.startswith("advice") for line in drawn(seen(snapshot(recommendation=kept)), Look(), 100, 30))
 
 
 @pytest.mark.parametrize("tab", TABS)

@@ -203,7 +203,7 @@ def recommend(measured: Measured, known: dict[int, float] | None = None) -> Reco
     if measured.share("starved") <= FED:
         slower = [n for n, other in known.items() if n < count and other < SAME * rate]
         return _fewer(measured, rate, max([least, *(n + 1 for n in slower)]))
-    return _keep(rate, f"{_starved(measured)}, too little for another engine")
+    return _keep(rate, f"{_starved(measured)}, too little or too varied for another engine")
 
 
 # --- more engines -------------------------------------------------------------------------------------------------
