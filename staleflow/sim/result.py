@@ -80,6 +80,9 @@ class Result:
     """Length of each trained trajectory."""
     scheduler_busy: float = 0.0
     """Share of the time in which the scheduler's core worked, as far as the cost file charges it."""
+    truncated: float = 0.0
+    """Share of the trained tokens in trajectories that an interrupt cut: ``trainer.mask_truncated`` would exclude
+    them."""
     trace_hash: str = ""
     """Hash of the trace's last line: equal for equal runs."""
 
