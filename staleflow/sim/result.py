@@ -88,6 +88,9 @@ class Result:
     """Price of engines and trainer for a step, over the same steps as ``steps_per_min``; 0: no prices are given."""
     cost_per_1000: float = 0.0
     """The same for 1,000 trained trajectories."""
+    truncated: float = 0.0
+    """Share of the trained tokens in trajectories that an interrupt cut: ``trainer.mask_truncated`` would exclude
+    them."""
     trace_hash: str = ""
     """Hash of the trace's last line: equal for equal runs."""
 

@@ -59,7 +59,7 @@ def _result(world: World, report: AuditReport) -> Result:
         for life in world.lives
     ]
     generated = sum(engine.generated for engine in engines)
-    drawn, of_drawn, lengths = _lengths(world)
+    drawn, of_drawn, lengths, cut = _lengths(world)
     alive_s = sum(engine.ended_s - engine.began_s for engine in engines)
     discarded = world.discarded + world.book.discarded_tokens(world.pushed, world.released)
     groups = sum(len(row.batch.members) for row in trained)
@@ -94,6 +94,7 @@ def _result(world: World, report: AuditReport) -> Result:
         trained=lengths,
         cost_per_step=per_step,
         cost_per_1000=cost_per_1000(config, per_step),
+        truncated=cut / tokens if tokens else 0.0,
         trace_hash=report.last_hash,
     )
 
@@ -122,8 +123,9 @@ def _step(row: Trained, world: World, of_age: Counter[int]) -> StepRow:
     )
 
 
-def _lengths(world: World) -> tuple[list[int], list[int], list[int]]:
-    """Return the lengths drawn, the lengths trained of these, and all lengths trained.
+def _lengths(world: World) -> tuple[list[int], list[int], list[int], int]:
+    """Return the lengths drawn, the lengths trained of these, all lengths trained, and the sum of those that an
+    interrupt cut.
 
     The drawn lengths are those of groups that started early enough for the bound to decide about them by the end of the
     run: groups still in progress at the end are too long on average.
@@ -139,4 +141,5 @@ def _lengths(world: World) -> tuple[list[int], list[int], list[int]]:
         if group.version < decided:
             drawn += [sample.length for sample in group.samples]
             of_drawn += [sample.written for sample in group.samples if sample in trained_set]
-    return drawn, of_drawn, [sample.written for sample in trained]
+    cut = sum(sample.written for sample in trained if sample.truncated)
+    return drawn, of_drawn, [sample.written for sample in trained], cut

@@ -1,5 +1,6 @@
 """The snapshot of a coordination cycle. Views of unchanged instances are reused from the last snapshot."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from staleflow.protocols.consistency.groups import GroupView, State
 from staleflow.protocols.consistency.ids import GroupId, Lineage, Version, WorkerId
 from staleflow.protocols.consistency.limits import Bound
 from staleflow.protocols.coordination import view
+from staleflow.protocols.coordination.migration import FULL_KV
 from staleflow.protocols.coordination.view import Flight, Next, Snapshot
 from staleflow.protocols.wire.messages import Assign
 from staleflow.servers.scheduler.coordination.backoff import Backoff
@@ -20,6 +22,8 @@ from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 
 MAX_STARTS = 128
 """Maximum number of groups started in one cycle: granting them blocks other requests for a few milliseconds."""
+MAX_OVERBOOKING = 4
+"""Maximum number of groups of an instance, as a multiple of its capacity."""
 FLIGHTS_INTERVAL_MS = 500
 """Interval between two scans of all leased groups; moves are not urgent."""
 
@@ -67,7 +71,8 @@ class Snapshots:
         self._started = samples_started(config.rollout)
         self._by_cost = chosen.routing == "cost_model"
         self._moves = chosen.migration != "none"
-        self._counts_orders = self._by_cost or chosen.sync != "greedy"
+        self._overbooks = self._started > 1 and not config.environment.run
+        self._counts_orders = self._by_cost or chosen.sync != "greedy" or self._overbooks
         self._flights_ms = 0
         self._viewed: tuple[int, int] = (-1, -1)
         self._views: dict[WorkerId, view.Instance] = {}
@@ -165,6 +170,7 @@ class Snapshots:
         usable = stats.version >= 0 and machine.survives(stats.lineage, stats.version)
         coming = self._instances.moves.coming(instance.worker)
         pending = instance.commands.pending if self._counts_orders else ()
+        ordered = sum([type(command) is Assign for command in pending]) if pending else 0
         return view.Instance(
             worker=instance.worker,
             lineage=stats.lineage,
@@ -177,8 +183,8 @@ class Snapshots:
             on_hold=instance.released or not self._backoff.may_start(instance),
             held=len(instance.leases) + coming,
             coming=coming,
-            ordered=sum([type(command) is Assign for command in pending]) if pending else 0,
-            capacity=self._backoff.capacity(instance),
+            ordered=ordered,
+            capacity=self._capacity(instance, coming, ordered),
             running=stats.running,
             waiting=stats.waiting,
             slots=stats.slots,
@@ -188,6 +194,21 @@ class Snapshots:
             tokens_per_s=stats.tokens_per_s,
             cost=None if self.costs is None else self.costs.of(instance.worker),
         )
+
+    def _capacity(self, instance: Instance, coming: int, ordered: int) -> int:
+        """Return the maximum number of groups of an instance: its own capacity, or more while it has free slots.
+
+        The last sample of a group may take minutes longer than the others. By its own capacity, an instance with many
+        such groups would be full while most of its slots are free. With environments the capacity is fixed, because an
+        engine does not report episodes that are at a tool.
+        """
+        capacity, stats = self._backoff.capacity(instance), instance.stats
+        busy = 0 < stats.running < stats.slots and not stats.waiting and stats.kv_used < FULL_KV
+        if not (self._overbooks and busy) or self._backoff.on_trial(instance.worker):
+            return capacity
+        free = stats.slots - stats.running - (coming + ordered) * self._started
+        more = max(0, math.ceil(free / self._started))
+        return max(capacity, min(len(instance.leases) + coming + more, MAX_OVERBOOKING * capacity))
 
     # --- leased groups -----------------------------------------------------------------------------------------
 
