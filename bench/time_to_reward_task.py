@@ -68,7 +68,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
         evaluate_every=3,
         goal=0.3,
         score="staleflow.examples.reasoning:reward",
-        held_out=96,
+        held_out=64,
         end="\n",
     ),
 }

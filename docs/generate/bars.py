@@ -37,6 +37,12 @@ CHARTS: Final = {
     "results-distflow": Chart(
         heading="Trajectories through the service", columns=("trajectories/s",), title="Trajectories per second"
     ),
+    "results-learning": Chart(
+        heading="Learning under staleness: SmolLM2",
+        columns=("final score",),
+        title="Final held-out score",
+        labels=2,
+    ),
     "results-real": Chart(
         heading="Time to a reward, beside TRL", columns=("TRL, s", "staleflow, s"), title="Seconds to the reward"
     ),
