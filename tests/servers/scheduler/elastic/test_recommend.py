@@ -77,6 +77,7 @@ def test_waits_for_stages_and_for_older_groups_ask_for_no_engine() -> None:
 def test_a_noisy_share_asks_for_nothing() -> None:
     assert change(recommend(measured(engines(4), *[0.0] * 8, *[0.5] * 4))) == ("keep", 0)
     assert change(recommend(measured(engines(4), 0.16, 0.17))) == ("add", 1)
+    assert change(recommend(measured(engines(4), 0.08))) == ("keep", 0)
 
 
 def test_engines_at_a_part_of_their_rate_are_removed_down_to_the_headroom() -> None:
