@@ -27,15 +27,14 @@ RESHARDABLE = ("torch", "ddp", "fsdp")
 def with_keys_of(config: Config, other: Config) -> Config:
     """Return the configuration with the values of ``other`` for all keys that a resume may change."""
     for key in KEYS:
-        config = _with(config, other, key.split("."))
+        config = _with(config, other, *key.split("."))
     return config
 
 
-def _with(table: Any, other: Any, path: list[str]) -> Any:
-    """Return a table with the value of ``other`` at a path."""
-    name, *below = path
+def _with(table: Any, other: Any, name: str, *below: str) -> Any:
+    """Return a table with the value of ``other`` for the key ``name``, or for a key ``below`` it."""
     value = getattr(other, name)
-    return msgspec.structs.replace(table, **{name: _with(getattr(table, name), value, below) if below else value})
+    return msgspec.structs.replace(table, **{name: _with(getattr(table, name), value, *below) if below else value})
 
 
 def check(config: Config, run: Config) -> None:

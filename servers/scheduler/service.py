@@ -22,6 +22,7 @@ from staleflow.protocols.consistency import effects, events
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.groups import GroupView
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version, WorkerId
+from staleflow.protocols.coordination.view import Cost
 from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Done
 from staleflow.servers.scheduler.coordination.backoff import Backoff
@@ -159,7 +160,7 @@ class Service:
         self._why = Why(
             state, self._deadlock, self._backoff, self._training.is_trainer_waiting, self._evaluations.describe
         )
-        self._elastic = ElasticControl(state, lambda worker: self._cycle.cost_of(worker), new_session=new_session)
+        self._elastic = ElasticControl(state, self._cost_of, new_session=new_session)
         self._status = StatusView(
             state, self._metrics, self._why, self._evaluations, self._elastic, str(run_dir.resolve())
         )
@@ -259,6 +260,9 @@ class Service:
     def wanted(self) -> tuple[str, ...]:
         """Names of the rollout workers that should run (``rollout.elastic``); empty: all that were started."""
         return self._elastic.wanted
+
+    def _cost_of(self, worker: WorkerId) -> Cost | None:
+        return self._cycle.cost_of(worker)
 
     # --- effects of the ledger -------------------------------------------------------------------------------
 

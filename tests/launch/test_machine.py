@@ -94,8 +94,11 @@ def test_a_machine_runs_the_workers_that_the_scheduler_wants(
         def poll_now(self) -> None:
             self.wanted, self.ended = self.answers.pop(0)
 
+    def ends(*_: object, **__: object) -> bool:
+        return True
+
     monkeypatch.setattr(machine, "WantedWatch", Watch)
-    monkeypatch.setattr(machine, "has_ended", lambda *_, **__: True)
+    monkeypatch.setattr(machine, "has_ended", ends)
     command = (sys.executable, "-c", "pass")
     first, second = (
         Role(name=f"rollout-{number}", kind=Kind.WORKER, command=command, elastic=True, spare=number > 0)

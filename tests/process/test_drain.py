@@ -89,7 +89,8 @@ def test_a_finished_run_trains_more_steps_when_it_is_resumed_with_more(run_dir: 
     assert (other.returncode, other.stderr) == (
         2,
         "staleflow: trainer.lr is 0.5; a run keeps its configuration: --resume may change trainer.steps, "
-        "trainer.nproc, trainer.backend, trainer.gpus\n",
+        "trainer.nproc, trainer.backend, trainer.gpus, rollout.workers, rollout.gpus, rollout.elastic.min_workers, "
+        "rollout.elastic.max_workers\n",
     )
     assert read_run(run_dir).trainer.steps == 9
 
