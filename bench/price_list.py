@@ -47,7 +47,6 @@ def share(of: Callable[[Result], float]) -> Callable[[Sequence[Result]], str]:
 
 COLUMNS: dict[str, Callable[[Sequence[Result]], str]] = {
     "staleness": lambda runs: f"{fmean(run.staleness_mean for run in runs):.2f}",
-    "length bias": lambda runs: f"{fmean(run.length_bias for run in runs):.2f}",
     "discarded": share(lambda run: run.discarded),
     "masked": share(lambda run: run.masked),
     "cut": share(lambda run: run.truncated),
@@ -67,7 +66,11 @@ def row(choice: str, runs: Sequence[Result], base: Sequence[Result]) -> str:
     gain = Mean.of([run.steps_per_min / other.steps_per_min for run, other in zip(runs, base, strict=True)])
     broken = sum(run.violations for run in runs)
     assert not broken, f"{choice}: {broken} violations"
-    cells = [choice, f"{speed:.2f}", f"{gain.value:.2f} ± {gain.error:.2f}", *(of(runs) for of in COLUMNS.values())]
+    bias = fmean(run.length_bias for run in runs)
+    if choice == HALVED:  # no trajectory of the run is longer, so its own bias is 1
+        bias *= fmean(fmean(run.drawn) for run in runs) / fmean(fmean(run.drawn) for run in base)
+    own = (choice, f"{speed:.2f}", f"{gain.value:.2f} ± {gain.error:.2f}", f"{bias:.2f}")
+    cells = [*own, *(of(runs) for of in COLUMNS.values())]
     return f"| {' | '.join(cells)} |"
 
 
@@ -82,7 +85,7 @@ def main(shapes: str, max_staleness: int, steps: int, seeds: int) -> None:
     for name in shapes.split(","):
         if name not in SHAPES:
             raise click.BadParameter(f"--shapes: {name!r} is none of {', '.join(SHAPES)}")
-        head = ("choice", "steps/min", "of `wait`", *COLUMNS)
+        head = ("choice", "steps/min", "of `wait`", "length bias", *COLUMNS)
         click.echo(f"\n{name}:\n\n| {' | '.join(head)} |\n|{' --- |' * len(head)}")
         base: list[Result] = []
         for choice in tracked(name, CHOICES):
