@@ -21,6 +21,11 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
     return {"uvloop": uvloop.new_event_loop}
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Keep long values out of the names of tests: each worker of xdist sends all names, and one value has 33 MiB."""
+    return argname if isinstance(val, str | bytes) and len(val) > 200 else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Keep the models that tests build for this session, outside the user's own cache."""

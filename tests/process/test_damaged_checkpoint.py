@@ -1,6 +1,9 @@
 """A stopped run with a damaged newest checkpoint resumes from the previous one; it refuses to start if none is left."""
 
+import shutil
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from tests.process.running import Run, audited
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(300)]
 
 END_S = 120
-SMOKE = ("trainer.steps=16", "trainer.checkpoint_every=3", "trainer.eval_prompts=0")
+SMOKE = ("trainer.steps=18", "trainer.checkpoint_every=3", "trainer.eval_prompts=0", "rollout.workers=1")
 
 
 def checkpoints(run_dir: Path) -> list[int]:
@@ -26,14 +29,25 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
-def stopped(run_dir: Path, config: str, *arguments: str, steps: int) -> None:
-    """Kill every process after ``steps`` trained steps, so that none saves a final checkpoint."""
-    with Run(run_dir, config, *arguments) as run:
-        run.wait_for("consume", steps, END_S)
+@pytest.fixture(scope="module")
+def stopped() -> Iterator[Path]:
+    """Run directory of a run that was killed when the initial model was no longer one of its last two checkpoints."""
+    parent = Path(tempfile.mkdtemp(prefix="sf-"))
+    with Run(parent / "run", "smoke.toml", *SMOKE) as run:
+        run.wait_for("checkpoint", 3, END_S)
         family = run.family()
         for process in (*family, run.process):
             process.send_signal(signal.SIGKILL)
         psutil.wait_procs(family, timeout=30)
+    yield parent / "run"
+    shutil.rmtree(parent)
+
+
+@pytest.fixture
+def run_dir(stopped: Path, run_dir: Path) -> Path:
+    """A copy of the stopped run."""
+    shutil.copytree(stopped, run_dir, symlinks=True, ignore=shutil.ignore_patterns("sock"))
+    return run_dir
 
 
 def digests(run: Run) -> dict[int, set[str]]:
@@ -50,31 +64,30 @@ def rollbacks(run: Run) -> list[dict[str, Any]]:
 
 
 def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_to_its_end(run_dir: Path) -> None:
-    stopped(run_dir, "smoke.toml", *SMOKE, steps=8)
     older, newest = checkpoints(run_dir)[-2:]
     flip(run_dir / "checkpoints" / str(newest) / "model.safetensors")
     with Run(run_dir, "smoke.toml", *SMOKE, "--resume") as run:
         output = run.finish(END_S)
     assert run.process.returncode == 0, output
-    assert run.summary()["steps"] == 16
+    assert run.summary()["steps"] == 18
     assert run.summary()["restarts"] == {}
     assert [event["to_version"] for event in rollbacks(run)] == [older]
     assert len(digests(run)[older]) == 1, "the batch after the checkpoint was sealed again as it was"
-    audited(run_dir, "open=2", "rollback=1", "consume=16")
+    audited(run_dir, "open=2", "rollback=1", "consume=18")
     (aside,) = (run_dir / "checkpoints").glob(f"{newest}.*.damaged")
     log = (run_dir / "logs" / "trainer.log").read_text()
     assert f"checkpoint {newest} is damaged (model.safetensors does not match its checksum)" in log
     assert str(aside) in log
-    assert checkpoints(run_dir) == [15, 16]
+    assert checkpoints(run_dir) == [15, 18]
 
 
 def test_a_run_without_a_whole_checkpoint_refuses_at_once_and_names_weights_that_can_be_read(run_dir: Path) -> None:
-    alone = (*SMOKE, "trainer.keep_checkpoints=1")
-    stopped(run_dir, "smoke.toml", *alone, steps=5)
-    *_, newest = checkpoints(run_dir)
+    *older, newest = checkpoints(run_dir)
+    for version in older:
+        shutil.rmtree(run_dir / "checkpoints" / str(version))
     flip(run_dir / "checkpoints" / str(newest) / "optimizer/rank-0-file-0.safetensors")
     before = sorted((run_dir / "checkpoints").rglob("*"))
-    with Run(run_dir, "smoke.toml", *alone, "--resume") as run:
+    with Run(run_dir, "smoke.toml", *SMOKE, "--resume") as run:
         output = run.finish(END_S)
     assert run.process.returncode == 2, output
     (line,) = [line for line in output.splitlines() if "the run failed: trainer rejected its configuration" in line]

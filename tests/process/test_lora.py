@@ -1,13 +1,12 @@
 """A whole run trains an adapter: its versions are the adapter, and a resumed run and an evaluation start from it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from staleflow.cli.main import main
 from tests.process.running import ROOT, Run, audited
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(900)]
@@ -28,7 +27,9 @@ def trained(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_an_adapter_is_trained_published_resumed_and_evaluated(run_dir: Path) -> None:
+def test_an_adapter_is_trained_published_resumed_and_evaluated(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Run(run_dir, "smoke.toml", *SMALL, "trainer.steps=2", "parameters.store=disk") as run:
         output = run.finish(END_S)
     assert run.process.returncode == 0, output
@@ -54,7 +55,5 @@ def test_an_adapter_is_trained_published_resumed_and_evaluated(run_dir: Path) ->
     assert {path.name for path in checkpoint.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
     assert not (checkpoint / "model.safetensors").exists()
 
-    command = [sys.executable, "-m", "staleflow.cli", "eval", str(checkpoint), "--json"]
-    played = subprocess.run(command, capture_output=True, text=True, timeout=END_S, check=False)
-    assert played.returncode == 0, played.stderr
-    assert json.loads(played.stdout)["prompts"] == 4
+    assert main(["eval", str(checkpoint), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompts"] == 4

@@ -51,8 +51,8 @@ def at_once(run: Run) -> dict[str, int]:
 
 
 def test_workers_of_different_sizes_share_a_run(run_dir: Path) -> None:
-    short = ("model.options.steps=50", "trainer.eval_prompts=0", "trainer.eval_every=0", "staleness.max_staleness=3")
-    with Run(run_dir, "smoke.toml", "rollout.workers=1", POOLS, "trainer.steps=5000", *short) as run:
+    endless = ("rollout.workers=1", "trainer.steps=5000", "staleness.max_staleness=3")
+    with Run(run_dir, "simulated.toml", POOLS, *endless) as run:
         run.wait_for("reserve", 1, END_S)
         guest = attach(run, "--name", "guest", f"rollout.max_inflight={GUEST}")
         try:
@@ -74,4 +74,4 @@ def test_workers_of_different_sizes_share_a_run(run_dir: Path) -> None:
     assert busiest["rollout-1"] > capacity["rollout-0"]
     for name in ("rollout-0", "rollout-1"):
         log = (run_dir / "logs" / f"{name}.log").read_text()
-        assert re.search(rf"transformers engine, {capacity[name]} groups", log)
+        assert re.search(rf"simulated engine, {capacity[name]} groups", log)

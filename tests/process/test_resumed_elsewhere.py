@@ -9,7 +9,7 @@ from tests.process.running import Run, audited
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(300)]
 
 END_S = 120
-SMOKE = ("trainer.checkpoint_every=2", "trainer.eval_prompts=0")
+SMOKE = ("trainer.checkpoint_every=2", "trainer.eval_prompts=0", "rollout.workers=1")
 
 
 def test_a_run_of_one_process_continues_sharded_over_two_ranks(run_dir: Path) -> None:

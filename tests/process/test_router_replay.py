@@ -26,7 +26,7 @@ options = {{ limit = 20 }}
 [reward]
 run = "{ROOT}/tests/clients/evaluation/judges.py:ids_sum"
 [rollout]
-workers = 2
+workers = 1
 group_size = 4
 max_inflight = 16
 max_new_tokens = 8

@@ -10,16 +10,16 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from typing import TYPE_CHECKING
 
 from staleflow.examples.built_models import kept
 from staleflow.examples.environments.calculator import calculate
 from staleflow.examples.environments.model import CHARACTERS, ROLES, warm_up
 from staleflow.examples.quickstart import task
 from staleflow.examples.quickstart.model import EOS, PAD, UNKNOWN, shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 TOOLS = "<tools>calculator"
 CALL = ('<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>')
@@ -51,6 +51,9 @@ def build(
     threads: int = 1,
 ) -> None:
     """Write model and tokenizer into ``directory``; ``limit`` is the task's, ``threads`` are torch's meanwhile."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -64,8 +67,11 @@ def build(
     tokenizer.save_pretrained(directory)
 
 
-def agent_tokenizer() -> PreTrainedTokenizerFast:
+def agent_tokenizer() -> "PreTrainedTokenizerFast":
     """Build a tokenizer with a token for each character, role and word, and a chat template that renders tools."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {token: number for number, token in enumerate([PAD, EOS, UNKNOWN, *CHARACTERS, *WORDS, *ROLES])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     words = "|".join(re.escape(word) for word in WORDS)

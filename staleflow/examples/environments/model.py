@@ -10,16 +10,16 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from typing import TYPE_CHECKING
 
 from staleflow.examples.built_models import kept
 from staleflow.examples.environments.calculator import calculate
 from staleflow.examples.quickstart import task
 from staleflow.examples.quickstart.model import EOS, PAD, UNKNOWN, shape
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 ROLES = ("<user>", "<tool>", "<assistant>")
 CHARACTERS = "0123456789+-=?"
@@ -47,6 +47,9 @@ def build(
     threads: int = 1,
 ) -> None:
     """Write model and tokenizer into ``directory``; ``limit`` is the task's, ``threads`` are torch's meanwhile."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -60,8 +63,11 @@ def build(
     tokenizer.save_pretrained(directory)
 
 
-def chat_tokenizer() -> PreTrainedTokenizerFast:
+def chat_tokenizer() -> "PreTrainedTokenizerFast":
     """One token a character and one a role, with a chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {token: number for number, token in enumerate([PAD, EOS, UNKNOWN, *CHARACTERS, *ROLES])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -88,14 +94,17 @@ def dialogues(rows: Sequence[dict[str, str]], seed: int, hedged: float) -> Itera
 
 
 def warm_up(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    model: "Qwen3ForCausalLM",
+    tokenizer: "PreTrainedTokenizerFast",
     examples: Iterator[list[tuple[str, bool]]],
     steps: int,
     batch: int,
     lr: float,
 ) -> None:
     """Next-token training on what the assistant wrote; the learning rate falls to 0 over the second half."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
     model.train()
     for step in range(steps):
@@ -110,9 +119,11 @@ def warm_up(
 
 
 def encoded(
-    tokenizer: PreTrainedTokenizerFast, examples: Sequence[Sequence[tuple[str, bool]]]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    tokenizer: "PreTrainedTokenizerFast", examples: Sequence[Sequence[tuple[str, bool]]]
+) -> "tuple[torch.Tensor, torch.Tensor]":
     """``input_ids`` and ``labels`` [N, L], padded on the right; only the assistant's tokens have labels."""
+    import torch
+
     rows = [[(token, own) for text, own in pieces for token in tokenizer.encode(text)] for pieces in examples]
     width = max(map(len, rows))
     input_ids = torch.tensor([[token for token, _ in row] + [0] * (width - len(row)) for row in rows])

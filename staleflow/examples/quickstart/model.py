@@ -5,6 +5,9 @@
 What ``build`` leaves is what any model directory holds, written by ``save_pretrained``, so that nothing after it knows
 that this model was not downloaded. The supervised warm-up stands in for pretraining: it gives the model the format and
 part of the ability, on text as noisy as ``text`` makes it, and stops there.
+
+Only the functions that compute import torch and transformers, which takes seconds: the start of a run checks ``build``
+without calling it, and copies a model that an earlier run built.
 """
 
 import logging
@@ -12,14 +15,14 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from typing import TYPE_CHECKING
 
 from staleflow.examples.built_models import kept
 from staleflow.examples.quickstart import task, text
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PAD_ID, EOS_ID = 0, 1
@@ -54,6 +57,9 @@ def build(
     ``limit`` and ``operations`` are the task's, ``hedged`` says how noisy the text is (``text.examples``), ``skill``
     at which share of right sums the warm-up comes to its end; ``threads`` are torch's while this function runs.
     """
+    import torch
+    from transformers import Qwen3ForCausalLM
+
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -69,8 +75,11 @@ def build(
     tokenizer.save_pretrained(directory)
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
+def character_tokenizer() -> "PreTrainedTokenizerFast":
     """One token a character; ``<pad>`` is 0, ``<eos>`` 1, ``<unk>`` 2: any character that the text has not."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {token: number for number, token in enumerate([PAD, EOS, UNKNOWN, *text.CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -78,8 +87,10 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, unk_token=UNKNOWN)
 
 
-def shape(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, heads: int) -> Qwen3Config:
+def shape(tokenizer: "PreTrainedTokenizerFast", hidden: int, layers: int, heads: int) -> "Qwen3Config":
     """A Qwen3 of usual proportions: grouped queries, four times as wide inside as outside, tied embeddings."""
+    from transformers import Qwen3Config
+
     return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -98,8 +109,8 @@ def shape(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, heads: i
 
 
 def warm_up(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    model: "Qwen3ForCausalLM",
+    tokenizer: "PreTrainedTokenizerFast",
     examples: Iterator[tuple[str, str]],
     *,
     skill: float,
@@ -113,6 +124,9 @@ def warm_up(
     examples are right, then falls to 0 over a sixth of ``steps``; it falls anyway before ``steps`` are over. Seeds
     differ much in when a model begins to add, and little in what it can do once it does.
     """
+    import torch
+    from torch.nn.functional import cross_entropy
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
     rise, fall = max(1, steps // 12), max(1, steps // 6)
     latest: deque[bool] = deque(maxlen=LATEST)
@@ -137,14 +151,18 @@ def warm_up(
     return share
 
 
-def right(chosen: torch.Tensor, labels: torch.Tensor, *, hedge: int) -> list[bool]:
+def right(chosen: "torch.Tensor", labels: "torch.Tensor", *, hedge: int) -> list[bool]:
     """Of each example [N, L], whether every digit would have been chosen; how it goes on behind them does not count."""
     other = (labels == IGNORED) | (labels == EOS_ID) | (labels == hedge)
     return ((chosen == labels) | other).all(1).tolist()
 
 
-def encoded(tokenizer: PreTrainedTokenizerFast, examples: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+def encoded(
+    tokenizer: "PreTrainedTokenizerFast", examples: list[tuple[str, str]]
+) -> "tuple[torch.Tensor, torch.Tensor]":
     """``input_ids`` and ``labels`` [N, L], padded on the right; prompts and padding carry no loss."""
+    import torch
+
     prompts = [tokenizer.encode(prompt) for prompt, _ in examples]
     answers = [[*tokenizer.encode(written), EOS_ID] for _, written in examples]
     width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))

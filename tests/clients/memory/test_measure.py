@@ -81,9 +81,11 @@ def allocated(trainer: TorchTrainer, step: int) -> int:
 @pytest.mark.parametrize(
     ("kind", "checkpointing"),
     [
-        *(("padded", flag) for flag in (False, True)),
+        pytest.param("padded", False, marks=pytest.mark.long),
+        ("padded", True),
         *(("shared", flag) for flag in (False, True)),
-        *(("lora", flag) for flag in (False, True)),
+        ("lora", False),
+        pytest.param("lora", True, marks=pytest.mark.long),
         *((kind, False) for kind in ("packed", "bfloat16", "whole logits")),
     ],
 )

@@ -1,9 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""One rank of a trainer without a service: ``python -m tests.clients.trainer.rank_process TASK.json``."""
+"""One rank of a trainer without a service. Its argument is the path of the task."""
 
 import faulthandler
 import json
-import os
 import sys
 import threading
 import weakref
@@ -106,7 +105,7 @@ def record_experts(data: TrainBatch, experts: int) -> None:
 
 def main() -> None:
     """Run the task; rank 0 writes the results."""
-    faulthandler.dump_traceback_later(PATIENCE_S)  # print the stack of a rank that hangs
+    faulthandler.dump_traceback_later(PATIENCE_S, file=2)  # print the stack of a rank that hangs
     task: dict[str, Any] = json.loads(Path(sys.argv[1]).read_bytes())
     config = msgspec.convert(task["config"], Config)
     ranks = open_ranks(config.trainer.backend)
@@ -171,9 +170,3 @@ def main() -> None:
     trainer.close()
     if isinstance(ranks, ManyRanks):
         ranks.close()
-
-
-if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # as in every role: a torch teardown aborts at times, while one of its threads still runs

@@ -1,10 +1,7 @@
 """Several ranks as processes, each with its share of the same batches, and their results."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +9,10 @@ import msgspec
 import numpy as np
 
 from staleflow.clients.weights.tensors import part, tensor_of
-from staleflow.configs.ranks import LISTEN_FD
 from staleflow.configs.schema import Config
 from staleflow.protocols.wire.messages import Manifest, WrittenSpan
 from staleflow.protocols.wire.spans import by_tensor
+from tests.clients.trainer.forked_ranks import Rank, start_rank
 
 LIMIT_S = 200.0
 
@@ -29,43 +26,17 @@ def ranked(config: Config, directory: Path, folder: Path, nproc: int = 1, **task
     for name in ("save", "background"):
         if name in task:
             Path(task[name]).mkdir()
-    processes: list[subprocess.Popen[bytes]] = []
+    ranks: list[Rank] = []
     spoken = [folder / f"rank-{rank}.txt" for rank in range(nproc)]  # a full pipe without a reader would block its rank
     with socket.create_server(("127.0.0.1", 0)) as meeting:
         try:
-            command = ["tests.clients.trainer.rank_process", str(file)]
-            processes += [start_rank(rank, nproc, meeting, command, spoken[rank]) for rank in range(nproc)]
-            for process in processes:
-                process.wait(timeout=LIMIT_S)
+            module = "tests.clients.trainer.rank_process"
+            ranks += [start_rank(rank, nproc, meeting, module, [str(file)], spoken[rank]) for rank in range(nproc)]
+            codes = [rank.wait(LIMIT_S) for rank in ranks]
         finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    codes = [process.returncode for process in processes]
+            for rank in ranks:
+                rank.kill()
     return Outcome(codes, [path.read_text() for path in spoken], Path(out))
-
-
-def start_rank(
-    rank: int, nproc: int, meeting: socket.socket, command: list[str], spoken: Path
-) -> "subprocess.Popen[bytes]":
-    """Start a module with its arguments as one of ``nproc`` ranks.
-
-    The first rank inherits the socket, so no other process can take its port in between.
-    """
-    host, port = meeting.getsockname()
-    told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc}
-    told |= {"MASTER_ADDR": host, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    told |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": Path.cwd()}
-    if rank == 0:
-        told[LISTEN_FD] = meeting.fileno()
-    with spoken.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", *command],
-            env=os.environ | {name: str(value) for name, value in told.items()},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=[meeting.fileno()] if rank == 0 else [],
-        )
 
 
 class Outcome:

@@ -101,7 +101,7 @@ class Service:
         deadline = time.monotonic() + timeout_s
         while len(found := self.trace(ev)) < count:
             assert time.monotonic() < deadline, f"{len(found)} of {count} {ev} in {timeout_s} s"
-            time.sleep(0.02)
+            time.sleep(0.05)
         return found
 
 

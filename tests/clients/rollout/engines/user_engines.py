@@ -15,11 +15,14 @@ from staleflow.protocols.wire.trajectory import Finish
 
 
 class Echo:
-    """Repeat the prompt after ``offset`` is added to each token. It has an event loop's form and no thread."""
+    """Repeat the prompt after ``offset`` is added to each token. It has an event loop's form and no thread.
 
-    def __init__(self, directory: Path, config: Config, *, offset: int = 0) -> None:
+    ``wait_s``: duration of each request.
+    """
+
+    def __init__(self, directory: Path, config: Config, *, offset: int = 0, wait_s: float = 0.0) -> None:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._offset = offset
+        self._offset, self._wait_s = offset, wait_s
         self._loaded = (Lineage(0), Version(-1))
         self._generated = 0
 
@@ -28,6 +31,7 @@ class Echo:
 
     async def generate(self, request: Request) -> Trajectory:
         lineage, version = self._loaded
+        await asyncio.sleep(self._wait_s)
         tokens = request.prompt_ids + np.int32(self._offset)
         logprobs = np.full(len(tokens), -1.0, np.float32)
         segment = TokenSegment(lineage=lineage, version=version, token_ids=tokens, logprobs=logprobs)

@@ -23,10 +23,13 @@ from tests.clients.trainer.test_process import checkpoints, surviving_steps
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LIMIT_S = 300.0
+ENGINES = Path(__file__).parents[2] / "rollout" / "engines" / "user_engines.py"
+"""Its tokens are those of a model, and no process needs torch for them."""
 
 
 def real(model_directory: Path, *more: str) -> tuple[str, ...]:
-    rollout = ("rollout.engine=transformers", "rollout.max_inflight=16", "rollout.max_new_tokens=8")
+    engine = (f"rollout.engine={ENGINES}:Echo", "rollout.engine_options={wait_s=0.5}")
+    rollout = (*engine, "rollout.max_inflight=16", "rollout.max_new_tokens=8")
     return (*rollout, f"model.path={model_directory}", "trainer.backend=ddp", "trainer.nproc=2", *more)
 
 

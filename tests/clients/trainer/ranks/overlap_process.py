@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""One rank of a trainer with fsdp: ``python -m ... MODEL FOLDER SCHEDULER SCHEDULER``.
+"""One rank of a trainer with fsdp. Its arguments are a model, a folder and two schedulers.
 
 It trains the same steps in two runs: the first waits for each version, the second publishes while the next step trains.
 There, no rank uploads its part of a version before it has trained the step that changes the weights.
@@ -7,7 +7,6 @@ There, no rank uploads its part of a version before it has trained the step that
 
 import asyncio
 import dataclasses
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -114,9 +113,3 @@ def main() -> None:
         chosen = config(backend="fsdp", lr=1e-2, steps=STEPS, checkpoint_every=2, overlap_publish=overlaps)
         train(chosen, Path(model), Path(folder) / str(overlaps), scheduler, ranks)
     end()
-
-
-if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)

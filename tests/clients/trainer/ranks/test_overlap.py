@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.trainer.ranked import start_rank
+from tests.clients.trainer.forked_ranks import start_rank
 from tests.clients.trainer.ranks.overlap_process import STEPS
 from tests.servers.parameters.test_service import versions
 from tests.servers.running import Run, produced
@@ -36,8 +36,8 @@ async def test_versions_of_fsdp_have_the_same_bytes_with_and_without_overlap(
     words = [str(model_directory), str(tmp_path), *(run.where.scheduler for run in runs)]
     output = [tmp_path / f"rank-{rank}.txt" for rank in range(2)]
     with socket.create_server(("127.0.0.1", 0)) as meeting:
-        command = ["tests.clients.trainer.ranks.overlap_process", *words]
-        ranks = [start_rank(rank, 2, meeting, command, output[rank]) for rank in range(2)]
+        module = "tests.clients.trainer.ranks.overlap_process"
+        ranks = [start_rank(rank, 2, meeting, module, words, output[rank]) for rank in range(2)]
     try:
         async with produced(runs[0]), produced(runs[1]):
             ends = [asyncio.to_thread(rank.wait, LIMIT_S) for rank in ranks]
@@ -45,7 +45,6 @@ async def test_versions_of_fsdp_have_the_same_bytes_with_and_without_overlap(
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
     assert codes == [0, 0], "\n".join(path.read_text() for path in output)
     waiting, overlapping = [
         {number: version["sha"] for number, version in (await versions(run)).items()} for run in runs

@@ -24,7 +24,7 @@ from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, V
 from staleflow.protocols.wire.manifest import digest, lay_out
 from staleflow.protocols.wire.messages import BeginPublishReply, Manifest, RegisterVersionReply
 from staleflow.protocols.wire.tensors import Array
-from tests.clients.trainer.ranked import start_rank
+from tests.clients.trainer.forked_ranks import start_rank
 from tests.clients.trainer.ranks.rows import Rows
 from tests.clients.trainer.ranks.test_leader import Fed, Ranks, Recorded, Room
 from tests.clients.weights.test_local_upload import on
@@ -298,15 +298,14 @@ async def test_any_other_error_of_a_rank_ends_the_publish_and_names_the_rank(
 
 async def ended(run: Run, output: Path, *words: str) -> list[int]:
     """Publish version 0 from two processes; return their exit codes."""
-    command = ["tests.clients.trainer.ranks.upload_process", run.where.scheduler, *words]
+    module, given = "tests.clients.trainer.ranks.upload_process", [run.where.scheduler, *words]
     with socket.create_server(("127.0.0.1", 0)) as meeting:
-        ranks = [start_rank(rank, 2, meeting, command, output.with_suffix(f".{rank}")) for rank in range(2)]
+        ranks = [start_rank(rank, 2, meeting, module, given, output.with_suffix(f".{rank}")) for rank in range(2)]
     try:
-        return [await asyncio.to_thread(process.wait, LIMIT_S) for process in ranks]
+        return [await asyncio.to_thread(rank.wait, LIMIT_S) for rank in ranks]
     finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+        for rank in ranks:
+            rank.kill()
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""One rank of a trainer that publishes rows as version 0, without a model: ``python -m ... SCHEDULER [kill]``.
+"""One rank of a trainer that publishes rows as version 0, without a model. Its argument is the scheduler.
 
-With ``kill``, the last rank is killed after its first span.
+With the further argument ``kill``, the last rank is killed after its first span.
 """
 
 import os
@@ -57,9 +57,3 @@ def main() -> None:
         client.attach()
         follow(backend, ranks, Fed(), lambda: False, client.write_spans)
     client.close()
-
-
-if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)
