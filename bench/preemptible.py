@@ -10,7 +10,7 @@ with a notice of 30 s at which it releases its groups, or with one in which it h
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import click
 
@@ -24,7 +24,9 @@ from staleflow.sim.simulate import simulate
 DISCOUNTS = (0.3, 0.5)
 """Prices of a preemptible engine in those of a fixed one, to choose from."""
 PER_MIN, NOTICE_S, HANDOVER_S, RETURN_S = 0.1, 30.0, 25.0, 60.0
-FIXED = 4
+FIXED = 2
+SLOTS = 128
+"""Samples that an engine decodes at once, and loses at once."""
 LOCAL_GBIT = 1e6
 HEAD = (
     "engines",
@@ -52,17 +54,15 @@ class Fleet:
         return " + ".join([*parts, f"{self.preemptible} preemptible"] if self.preemptible else parts)
 
 
-CRASH = {"losses": "without notice"}
-RELEASE = {"losses": "30 s notice, groups released", "announced": 1.0}
-HAND_OVER = {"losses": "30 s notice, groups handed over", "announced": 1.0, "handover_s": HANDOVER_S}
+WAYS = (
+    Fleet(fixed=0, losses="without notice"),
+    Fleet(fixed=0, losses="30 s notice, groups released", announced=1.0),
+    Fleet(fixed=0, losses="30 s notice, groups handed over", announced=1.0, handover_s=HANDOVER_S),
+)
 FLEETS = (
     Fleet(fixed=FIXED),
     Fleet(fixed=2 * FIXED),
-    *(
-        Fleet(fixed=fixed, preemptible=2 * FIXED - fixed, **how)  # type: ignore[arg-type]
-        for fixed in (FIXED, 0)
-        for how in (CRASH, RELEASE, HAND_OVER)
-    ),
+    *(replace(way, fixed=fixed, preemptible=2 * FIXED - fixed) for fixed in (FIXED, 0) for way in WAYS),
 )
 
 
@@ -93,7 +93,7 @@ def measure(fleet: Fleet, size: Size, seeds: int) -> Row:
 
 def _run(fleet: Fleet, size: Size, seed: int) -> tuple[float, ...]:
     counts = ((fleet.fixed, False), (fleet.preemptible, True))
-    engines = [H800.fleet(count, 1.0, preemptible=preemptible) for count, preemptible in counts if count]
+    engines = [H800.fleet(count, 1.0, slots=SLOTS, preemptible=preemptible) for count, preemptible in counts if count]
     preemption = Preemption(
         per_min=PER_MIN if fleet.preemptible else 0.0,
         announced=fleet.announced,

@@ -1,11 +1,11 @@
 """Cost-effectiveness of cheap engines in another data centre, against engines of the trainer's kind (StreamRL, arXiv
 2504.15930: up to 1.33 times).
 
-Eight H800 train. Rollout runs on H800 beside them, or on H20, beside them or behind a slow link, with full versions,
+Four H800 train. Rollout runs on H800 beside them, or on H20, beside them or behind a slow link, with full versions,
 deltas or LoRA adapters. Of each kind, the number of engines is the one at which 1,000 trajectories cost least. The
 synchronous, colocated baseline uses all its H800 for rollout, then for training. Prices are those of H20 hours.
 
-    python -m bench.prices [--small]
+    python -m bench.prices [--small] [--seed S]
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,7 @@ from bench.prices_world import (
     H20,
     H800,
     LORA,
+    MAX_STALENESS,
     SMALL_SIZE,
     TRAINER_GPUS,
     Gpu,
@@ -37,9 +38,9 @@ RATIOS = (2.0, 2.85, 4.0)
 """Prices of an H800 in those of an H20, to choose from: list prices differ by provider and year."""
 LOCAL_GBIT = 1e6
 """A link that takes no time."""
-LINKS_GBIT = (10.0, 1.0, 0.1)
-COUNTS = {H800.name: (4, 6, 8, 10), H20.name: (8, 12, 16)}
-COLOCATED = (8, 14)
+LINKS_GBIT = (10.0, 1.0)
+COUNTS = {H800.name: (3, 4, 6), H20.name: (4, 6, 8, 10)}
+COLOCATED = (4, 8)
 HEAD = ("rollout", "link", "weights", "steps/min", "of the trainer's limit", "staleness")
 
 
@@ -86,12 +87,13 @@ class Row:
         return str(fleet), link, fleet.transfer.name if fleet.remote else "-", speed, share, f"{self.staleness:.2f}"
 
 
-def measure(fleet: Fleet, size: Size) -> Row:
+def measure(fleet: Fleet, size: Size, seed: int = 0) -> Row:
     """Simulate one fleet."""
     gpus = fleet.count if fleet.trains else TRAINER_GPUS
     with costs_file(costs(fleet.transfer, fleet.gbit, gpus)) as file:
         engines = [fleet.gpu.fleet(fleet.count, 1.0, remote=fleet.remote)]
-        given = config(size, engines, file, trainer_price=0.0, max_staleness=0 if fleet.trains else 3)
+        eta = 0 if fleet.trains else MAX_STALENESS
+        given = config(size, engines, file, trainer_price=0.0, seed=seed, max_staleness=eta)
         result = simulate_peer("sync", given) if fleet.trains else simulate(given)
     return Row(
         fleet=fleet,
@@ -106,13 +108,13 @@ def cheapest(rows: Sequence[Row], ratio: float) -> Row:
     return min(rows, key=lambda row: row.cost(ratio))
 
 
-def rows(size: Size) -> Iterator[Row]:
+def rows(size: Size, seed: int = 0) -> Iterator[Row]:
     """Measure every fleet: the numbers of engines first, then the best number of H20 behind each link."""
     fleets = [Fleet(gpu=H800, count=count, trains=True) for count in COLOCATED]
     fleets += [Fleet(gpu=gpu, count=count) for gpu in (H800, H20) for count in COUNTS[gpu.name]]
     local: list[Row] = []
     for fleet in tracked("fleets", fleets):
-        local.append(measure(fleet, size))
+        local.append(measure(fleet, size, seed))
         yield local[-1]
     best = cheapest([row for row in local if row.fleet.gpu is H20], RATIOS[1]).fleet.count
     far = [
@@ -120,7 +122,7 @@ def rows(size: Size) -> Iterator[Row]:
         for transfer in (FULL, DELTA, LORA)
         for gbit in LINKS_GBIT
     ]
-    yield from (measure(fleet, size) for fleet in tracked("links", far))
+    yield from (measure(fleet, size, seed) for fleet in tracked("links", far))
 
 
 def comparison(measured: Sequence[Row]) -> Iterator[tuple[str, ...]]:
@@ -151,12 +153,13 @@ def line(cells: Sequence[str]) -> str:
 
 @click.command()
 @click.option("--small", is_flag=True, help="Short runs, in seconds; their numbers mean nothing.")
-def main(small: bool) -> None:
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0))
+def main(small: bool, seed: int) -> None:
     """Measure and print two tables: speeds, and cost-effectiveness against H800 alone / against colocated H800."""
     size = SMALL_SIZE if small else FULL_SIZE
     measured: list[Row] = []
     click.echo(f"{line(HEAD)}\n{line(['---'] * len(HEAD))}")
-    for row in rows(size):
+    for row in rows(size, seed):
         measured.append(row)
         click.echo(line(row.cells()))
     head, *table = comparison(measured)

@@ -9,7 +9,7 @@ durations from the figures of the hardware.
 - Training costs 8 FLOP a parameter and token: forward, backward, and the forward of the old log-probabilities.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,10 @@ KV_BYTES = 2 * 28 * 4 * 128 * 2
 """Bytes of a token in the KV cache."""
 DECODE_MEMORY, DECODE_COMPUTE, TRAIN_COMPUTE, MEMORY_USED = 0.75, 0.6, 0.4, 0.9
 """Assumed shares of the peaks."""
-TRAINER_GPUS = 8
+TRAINER_GPUS = 4
+MAX_STALENESS = 4
+SLOTS = 64
+"""Samples that an engine decodes at once. More make each of them slower, and the longest ones set the pace."""
 GIB = 2**30
 MODEL_GIB = WEIGHT_BYTES / GIB
 
@@ -42,10 +45,10 @@ class Gpu:
     flop_s: float
     bytes_s: float
     memory: float
-    slots: int
-    """Samples decoded at once: more would slow each of them down without many more tokens a second."""
 
-    def fleet(self, count: int, price: float, *, remote: bool = False, preemptible: bool = False) -> Fleet:
+    def fleet(
+        self, count: int, price: float, *, slots: int = SLOTS, remote: bool = False, preemptible: bool = False
+    ) -> Fleet:
         """Return engines of this kind, relative to those of the H800."""
         return Fleet(
             count=count,
@@ -53,15 +56,15 @@ class Gpu:
             price=price,
             speed=self.bytes_s / H800.bytes_s,
             compute=self.flop_s / H800.flop_s,
-            slots=self.slots,
+            slots=slots,
             kv_tokens=round((MEMORY_USED * self.memory - WEIGHT_BYTES) / KV_BYTES),
             remote=remote,
             preemptible=preemptible,
         )
 
 
-H800 = Gpu(name="h800", flop_s=989e12, bytes_s=3.35e12, memory=80e9, slots=128)
-H20 = Gpu(name="h20", flop_s=148e12, bytes_s=4.0e12, memory=96e9, slots=64)
+H800 = Gpu(name="h800", flop_s=989e12, bytes_s=3.35e12, memory=80e9)
+H20 = Gpu(name="h20", flop_s=148e12, bytes_s=4.0e12, memory=96e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +105,7 @@ def costs(transfer: Transfer, gbit_s: float, gpus: int = TRAINER_GPUS) -> Costs:
 
 
 @contextmanager
-def costs_file(of: Costs) -> Iterator[Path]:
+def costs_file(of: Costs) -> Generator[Path]:
     """Write a cost file that exists within the context."""
     with TemporaryDirectory(prefix="staleflow-prices-") as place:
         path = Path(place) / "costs.toml"
@@ -114,11 +117,11 @@ def costs_file(of: Costs) -> Iterator[Path]:
 class Size:
     """Dimensions of the runs."""
 
-    batch: int = 64
+    batch: int = 32
     group: int = 8
-    steps: int = 24
-    longest: int = 8_192
-    mean_tokens: float = 2_000.0
+    steps: int = 20
+    longest: int = 16_384
+    mean_tokens: float = 5_000.0
 
 
 FULL_SIZE = Size()
@@ -133,7 +136,7 @@ def config(
     *,
     trainer_price: float,
     seed: int = 0,
-    max_staleness: int = 3,
+    max_staleness: int = MAX_STALENESS,
     handover_s: float = 0.0,
     preemption: Preemption | None = None,
 ) -> Config:
@@ -147,11 +150,11 @@ def config(
         rollout=Rollout(
             engine="simulated",
             group_size=size.group,
-            max_inflight=H800.slots,
+            max_inflight=SLOTS,
             max_new_tokens=size.longest,
             filter="none",
             handover_s=handover_s,
-            simulated=Simulated(mean_tokens=size.mean_tokens, sigma=0.8),
+            simulated=Simulated(mean_tokens=size.mean_tokens, sigma=0.6),
         ),
         trainer=Trainer(backend="simulated", batch_size=size.batch, steps=size.steps),
         scheduler=Scheduler(lease_s=10.0),

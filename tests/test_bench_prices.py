@@ -3,7 +3,20 @@
 import pytest
 
 from bench import preemptible, prices
-from bench.prices_world import DELTA, FULL, H20, H800, LORA, MODEL_GIB, PARAMETERS, SMALL_SIZE, WEIGHT_BYTES, costs
+from bench.prices_world import (
+    DELTA,
+    FULL,
+    H20,
+    H800,
+    LORA,
+    MODEL_GIB,
+    PARAMETERS,
+    SMALL_SIZE,
+    WEIGHT_BYTES,
+    Gpu,
+    Transfer,
+    costs,
+)
 from staleflow.sim.cost import StepCost
 
 
@@ -20,7 +33,7 @@ def test_a_step_is_limited_by_memory_or_arithmetic_of_its_gpu() -> None:
 
 
 def test_a_version_crosses_the_link_at_the_size_of_its_transfer() -> None:
-    def pull_s(transfer: prices.Transfer, gbit: float) -> float:
+    def pull_s(transfer: Transfer, gbit: float) -> float:
         pull = costs(transfer, gbit).pull
         assert pull is not None
         return pull.network_gib_s * MODEL_GIB
@@ -30,7 +43,7 @@ def test_a_version_crosses_the_link_at_the_size_of_its_transfer() -> None:
     assert pull_s(LORA, 0.1) == pytest.approx(2 * 80.7e6 * 8 / 1e8)
 
 
-def row(gpu: prices.Gpu, count: int, speed: float, **how: object) -> prices.Row:
+def row(gpu: Gpu, count: int, speed: float, **how: object) -> prices.Row:
     fleet = prices.Fleet(gpu=gpu, count=count, **how)  # type: ignore[arg-type]
     return prices.Row(fleet=fleet, steps_per_min=speed, of_limit=0.5, staleness=1.0)
 

@@ -25,8 +25,8 @@ TRAINER_PRICE = 8.0
 
 def priced(*fleet: Fleet, **simulation: Any) -> Config:
     """A trainer of 150 steps a minute, and engines of which several are needed to keep it busy."""
-    listed = list(fleet or (SLOW, FAST))
-    return config(steps=200, train_s=0.4, fleet=listed, **({"trainer_price": TRAINER_PRICE} | simulation))
+    given: dict[str, Any] = {"fleet": list(fleet or (SLOW, FAST)), "trainer_price": TRAINER_PRICE, **simulation}
+    return config(steps=200, train_s=0.4, **given)
 
 
 class World:
