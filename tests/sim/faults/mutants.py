@@ -555,7 +555,7 @@ KILLS = ("kill", "kill at a commit", "kill at a rename", "disconnect")
 SLOW = ("stop for longer than a lease", "partition", "kill")
 
 MUTANTS = (
-    Mutant("leases never expire", Leases, "expired", _lease_kept_for_ever, _rules("LATE"), SLOW, seed=29),
+    Mutant("leases never expire", Leases, "expired", _lease_kept_for_ever, _rules("LATE"), SLOW, seed=33, events=200),
     Mutant("a lease lives half its time", Leases, "_late", _half_the_time, _rules("EARLY"), SLOW, seed=5),
     Mutant("a report renews nothing", Leases, "renew", _does_nothing, _rules("EARLY"), SLOW, seed=2),
     Mutant("a lease number is used again", Ledger, "reserve", _lease_number_again, _rules("I4")),
@@ -567,6 +567,7 @@ MUTANTS = (
         _rules("SENT", "ZOMBIE", "ACKNOWLEDGED"),
         SLOW,
         seed=29,
+        events=200,
     ),
     Mutant(
         "a row is lost with the group that a rollback drops",
@@ -660,6 +661,7 @@ MUTANTS = (
         _rules("SERVED"),
         ("flip a byte of a payload", "flip a byte of a payload", "slow link", "stop shortly"),
         every_s=0.4,
+        seed=3,
     ),
     Mutant(
         "payload is handed to trainers unchecked",
@@ -742,7 +744,8 @@ MUTANTS = (
         _takes_the_base,
         _rules("SERVED"),
         KILLS,
-        seed=28,
+        seed=29,
+        events=150,
     ),
     Mutant(
         "a group that moved is continued with the draws of its new lease",
@@ -984,8 +987,8 @@ MUTANTS = (
         _nothing_while_held,
         _rules("PROGRESS"),
         ("a stage worker fails everything", "slow disk"),
-        seed=47,
-        events=285,
+        seed=4,
+        events=150,
     ),
     Mutant(
         "a version is registered under another digest",
