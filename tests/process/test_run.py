@@ -18,6 +18,17 @@ UNUSED = "/site-packages/scipy/"
 """Libraries of a package that is installed in every environment of these tests, and that no process of a run needs."""
 
 
+def leases(run: Run, name: str) -> int:
+    """Return the number of groups that the worker has reserved, and neither pushed nor released."""
+    reserved = set[int]()
+    for event in run.events():
+        if event["ev"] == "reserve" and str(event["worker"]).startswith(f"{name}."):
+            reserved.add(event["lease"])
+        elif event["ev"] in ("push", "release"):
+            reserved.discard(event["lease"])
+    return len(reserved)
+
+
 def test_the_smoke_run_trains_a_model_end_to_end(run_dir: Path) -> None:
     with Run(run_dir, "smoke.toml") as run:
         run.wait_for("consume", 2, END_S)
@@ -46,10 +57,14 @@ def test_the_smoke_run_trains_a_model_end_to_end(run_dir: Path) -> None:
 
 
 def test_a_killed_rollout_worker_costs_no_group(run_dir: Path) -> None:
-    # fill admission, so the worker always holds groups
+    # fill admission, so that the worker soon has groups again
     with Run(run_dir, "simulated.toml", *LONGER, "coordination.admission=fill") as run:
         run.wait_for("consume", 5, END_S)
         before = run.count("release", why="expired") + run.count("release", why="aborted")
+        deadline = time.monotonic() + END_S
+        while not leases(run, "rollout-0"):  # on a loaded machine the trainer is slower than the engines
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         run.kill("attach", "rollout", "rollout-0")
         output = run.finish(END_S)
     assert run.process.returncode == 0, output

@@ -15,7 +15,7 @@ TRIES = 12
 
 
 def test_every_rule_names_a_planted_bug() -> None:
-    named = {rule for mutant in MUTANTS for rule in mutant.rules}
+    named = {rule for mutant in MUTANTS if not mutant.long for rule in mutant.rules}
     assert {rule.name for rule in (*FileRule, *AuditRule, *Rule)} == named
 
 
@@ -34,7 +34,8 @@ def case(mutant: Mutant) -> Any:
     """One test. One worker of xdist tests all bugs with the same faults: they may share the run without a bug."""
     name = mutant.name.replace(" ", "_")
     group = f"bugs under {', '.join(mutant.kinds)}" if mutant.kinds else name
-    return pytest.param(mutant, marks=pytest.mark.xdist_group(group), id=name)
+    marks = [pytest.mark.xdist_group(group), *([pytest.mark.long] if mutant.long else [])]
+    return pytest.param(mutant, marks=marks, id=name)
 
 
 @pytest.mark.timeout(900)  # up to ``TRIES`` seeds, possibly on a shared processor

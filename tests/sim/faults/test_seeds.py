@@ -24,6 +24,7 @@ from staleflow.trace.audit.state import Rule as AuditRule
 SEEDS = (1, 3, 7, 12, 14, 16, 18, 20)
 """Seeds of ``make test``: together they have every fault, and something to check for every rule."""
 MORE_SEEDS = tuple(seed for seed in range(1, 21) if seed not in SEEDS)
+CASES = [*SEEDS, *(pytest.param(seed, marks=pytest.mark.long) for seed in MORE_SEEDS)]
 EVENTS = 4_000
 """Number of trace lines after which the faults of a run stop."""
 CODES = ("stale_lease", "duplicate", "fenced", "busy", "bad_version", "stale", "malformed")
@@ -69,7 +70,7 @@ def outcome(seed: int) -> Outcome:
     return run_seed(seed, EVENTS)
 
 
-@pytest.mark.parametrize("seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.long) for seed in MORE_SEEDS)])
+@pytest.mark.parametrize("seed", CASES)
 def test_a_run_full_of_faults_keeps_every_promise(seed: int) -> None:
     found = outcome(seed)
     assert found.ok, describe(found)
