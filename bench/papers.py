@@ -30,21 +30,32 @@ PLOTTED = 2
 """The bound of the picture, where it is among the chosen ones."""
 
 
-def heading(seeds: int, seconds: float) -> str:
+def heading(seeds: int, options: Sequence[str]) -> str:
     """Return hardware, date, command, and the meaning of the rows."""
-    command = " ".join(["python -m bench.papers", *sys.argv[1:]])
+    command = " ".join(["python -m bench.papers", *options])
     own = "; ".join(
         f"`{name}`: {', '.join(f'`{one}`' for one in given) or 'the defaults'}" for name, given in OWN.items()
     )
     return (
         f"# The papers' shapes, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"{time.strftime('%Y-%m-%d')}\n\n"
-        f"`{command}`, {seconds:.0f} s of CPU time, load average {os.getloadavg()[0]:.0f}. All times are virtual. ± is "
-        f"half of a 95 % confidence interval (Student's t, {seeds} seeds: 0 to {seeds - 1}); ratios are formed seed by "
-        f"seed. {own}. Age: step minus the oldest version among a group's trained tokens; bold beyond the bound. "
-        "Each peer has the bound as its own setting in the tables of systems. In the tables of ratios a peer has its "
-        "largest setting whose groups never exceed the bound, and is left out where there is none.\n\n"
+        f"`{command}`, load average {os.getloadavg()[0]:.0f}; all times are virtual. ± is half of a 95 % confidence "
+        f"interval (Student's t, {seeds} seeds: 0 to {seeds - 1}). Ratios are formed seed by seed, of trained tokens a "
+        "minute: masked tokens do not count, and a step counts less where long groups are discarded (net: the same "
+        f"number as steps of full batches a minute). {own}. Age: step minus the oldest version among a group's trained "
+        "tokens; bold beyond the bound. In the tables of systems each peer has the bound as its own setting. In the "
+        "tables of ratios a peer has its largest setting whose groups never exceed the bound, and is left out where "
+        "there is none.\n\n"
     )
+
+
+def _options() -> list[str]:
+    """Return the command line without the file of finished runs, which changes no number."""
+    given = sys.argv[1:]
+    if "--keep" in given:
+        at = given.index("--keep")
+        del given[at : at + 2]
+    return given
 
 
 def _names(_: click.Context, parameter: click.Parameter, value: str) -> list[str]:
@@ -100,7 +111,7 @@ def main(
         draw([point for point in points if point.eta == eta], plot)
     if report:
         path = RESULTS / f"{time.strftime('%Y-%m')}-{os.cpu_count()}-cores-papers.md"
-        path.write_text(heading(seeds, time.process_time()) + "\n\n".join(parts) + "\n", encoding="utf-8")
+        path.write_text(heading(seeds, _options()) + "\n\n".join(parts) + "\n", encoding="utf-8")
         click.echo(f"written to {path}", err=True)
 
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Picture of the comparison: steps a minute of every system over those of the synchronous loop, one panel a shape."""
+"""Picture of the comparison: trained tokens a minute of all systems over the synchronous loop, one panel a shape."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,7 +54,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
         axis.set_yticks(range(len(names)), names)
         axis.set_xlim(left=0)
     axes[0][0].invert_yaxis()
-    figure.supxlabel(f"steps a minute, net of masked tokens, over the synchronous loop; η {points[0].eta}", fontsize=8)
+    figure.supxlabel(f"trained tokens a minute over the synchronous loop; η {points[0].eta}", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, transparent=True, metadata={"Date": None})
     pyplot.close(figure)

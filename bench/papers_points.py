@@ -95,7 +95,7 @@ def loses_nothing(outcomes: Outcomes) -> bool:
 
 
 def ratio(ours: Outcomes, theirs: Outcomes) -> Interval:
-    """Return our speed over theirs, seed by seed, without tokens that we mask."""
+    """Return our trained tokens a minute over theirs, seed by seed; masked tokens do not count."""
     return Interval.of([a.net / b.net for a, b in zip(ours, theirs, strict=True)])
 
 

@@ -44,17 +44,19 @@ def _cells(outcomes: Outcomes, eta: int) -> tuple[str, str, str]:
         )
         if share >= NEGLIGIBLE
     ]
+    if costs:
+        costs.append(f"net {fmean(one.net for one in outcomes):.3f}")
     return str(Interval.of([one.steps_per_min for one in outcomes])), age, ", ".join(costs)
 
 
 def ratios(points: Sequence[Point]) -> str:
-    """Return average and maximum of our speed over that of each peer, over all shapes and bounds."""
+    """Return average and maximum of our throughput over that of each peer, over all shapes and bounds."""
     head = (
         "peer",
         "points",
         "default",
         "best lossless choice",
-        "token bound, net of masked tokens",
+        "token bound",
         "default, over the peer at its own setting",
         "its oldest group",
         "it discards",
@@ -73,11 +75,11 @@ def ratios(points: Sequence[Point]) -> str:
         discarded = fmean(one.discarded for point in points for one in point.peers[name])
         cost = f"{discarded:.0%}" if discarded >= NEGLIGIBLE else ""
         rows.append((name, f"{len(kept)} of {len(points)}", *equal, free, most, cost))
-    return table("Average and maximum of our speed over each peer", head, rows)
+    return table("Average and maximum of our trained tokens a minute over each peer", head, rows)
 
 
 def by_shape(points: Sequence[Point]) -> str:
-    """Return our speed over the synchronous loop and over the fastest lossless peer within the bound, by shape."""
+    """Return our throughput over the synchronous loop and over the fastest lossless peer within the bound, by shape."""
     head = ("shape", "η", "default / sync", "best / sync", "fastest peer", "default / it", "our best", "best / it")
     rows: list[Sequence[str]] = []
     for point in points:
