@@ -78,7 +78,7 @@ def show(found: "Found", config: "Config") -> None:
     goal = found.goal
     wanted = f"at most {goal.budget:g}" if goal.budget else f"at least {goal.steps_per_min:.4g} steps/min"
     table = Table(box=box.ROUNDED, title=f"{config.name}: {goal.steps:,} steps, {wanted}")
-    for name in ("engines", "steps/min", "hours", "cost of a step", "cost of the run", ""):
+    for name in ("engines", "steps/min", "hours", "cost/step", "cost", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for point in found.simulated[:SHOWN]:
         table.add_row(named(found.kinds, point.counts), *_cells(point, goal), _remark(point, found))

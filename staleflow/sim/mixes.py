@@ -235,7 +235,12 @@ def _with(config: Config, listed: Sequence[Fleet]) -> Config:
 
 def fleet_override(of_kinds: Sequence[Fleet], mix: Counts) -> str:
     """Return the override that gives a configuration the engines of a mix."""
-    tables = [msgspec.to_builtins(kind) | {"count": count} for kind, count in zip(of_kinds, mix, strict=True) if count]
+    default = msgspec.to_builtins(Fleet(count=0))
+    tables = [
+        {key: value for key, value in (table | {"count": count}).items() if value != default[key]}
+        for table, count in zip(map(msgspec.to_builtins, of_kinds), mix, strict=True)
+        if count
+    ]
     written = ("{" + ", ".join(f"{key}={json.dumps(value)}" for key, value in table.items()) + "}" for table in tables)
     return f"simulation.fleet=[{', '.join(written)}]"
 
