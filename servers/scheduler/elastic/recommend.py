@@ -58,7 +58,7 @@ KNOWN_STEPS = 200
 
 
 class Action(StrEnum):
-    """What to change."""
+    """Recommended change."""
 
     KEEP = "keep"
     ADD = "add"
@@ -169,7 +169,7 @@ class Advisor:
         rate = 60.0 / measured.mean("seconds")
         oldest = measured.version - KNOWN_STEPS
         self._known = {n: known for n, known in self._known.items() if known[1] > oldest}
-        if not _num_slow(measured):  # with a slow engine, the number of engines does not tell the rate
+        if not _num_slow(measured):  # with a slow engine, the number of engines does not determine the rate
             self._known[len(measured.engines)] = rate, measured.version
         now = recommend(measured, {n: known for n, (known, _) in self._known.items()})
         self._repeats = self._repeats + 1 if (now.action, now.count) == self._last else 1
