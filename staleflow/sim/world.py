@@ -202,12 +202,12 @@ class World:
                     self._join(event.engine)
             case "leave":
                 if instance is not None:
-                    instance.leave()
                     del self._current[event.engine]
+                    instance.leave()
             case "crash":
                 if instance is not None:
-                    instance.crash()
                     del self._current[event.engine]
+                    instance.crash()
                     self.timeline.after(SILENCE_S, lambda: self._gone(instance.worker))
             case "hang":
                 if instance is not None:
