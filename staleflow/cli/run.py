@@ -72,7 +72,7 @@ def command(
         click.echo(f"GPU {gpu}: {', '.join(names)}", err=True)
     if chosen := share(at_most(config), usable_cores()).words(config):
         click.echo(f"threads: {chosen} ({usable_cores()} cores)", err=True)
-    print_memory(config, folder, gpus)
+    print_memory(at_most(config), folder, gpus)
     hint = f"staleflow run --run-dir {folder} --resume"
     with rundir.claim(config, folder, resume=resume, command=hint):
         return Supervisor(config, folder, view_of(config, folder, plain, as_json), hint, gpus=gpus).run()

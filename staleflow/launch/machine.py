@@ -25,7 +25,7 @@ from staleflow.configs.loading.load import read_run
 from staleflow.configs.schema import Config
 from staleflow.launch.network import host_of, interface_of, own_address, tcp
 from staleflow.launch.placement import PARTS, Place, rollout_roles, trainer_roles
-from staleflow.launch.wanted import WantedWatch
+from staleflow.launch.wanted_watch import WantedWatch
 from staleflow.net.errors import Refused, RunOver, Unavailable
 from staleflow.supervisor import lifeline
 from staleflow.supervisor.children import Child

@@ -226,8 +226,8 @@ class World:
                     self._join(event.engine)
             case "leave":
                 if instance is not None:
-                    instance.leave()
                     del self._current[event.engine]
+                    instance.leave()
             case "crash":
                 if instance is not None:
                     self._lose(event.engine, instance)
@@ -242,11 +242,11 @@ class World:
 
     def _lose(self, number: int, instance: SimInstance) -> None:
         """Kill an engine that has not left by itself."""
+        if self._current.get(number) is instance:
+            del self._current[number]
         if instance.alive:
             instance.crash()
             self.timeline.after(SILENCE_S, lambda: self._gone(instance.worker))
-        if self._current.get(number) is instance:
-            del self._current[number]
 
     def _gone(self, worker: WorkerId) -> None:
         self._endpoint.leave(worker)

@@ -8,8 +8,8 @@ from staleflow.protocols.coordination.admission import Step
 from staleflow.protocols.coordination.view import Cost
 from staleflow.protocols.wire.messages.status import Recommendation
 from staleflow.servers.scheduler.elastic.balance import Balance
-from staleflow.servers.scheduler.elastic.fleet import Fleet
 from staleflow.servers.scheduler.elastic.recommend import Action, Advisor
+from staleflow.servers.scheduler.elastic.wanted_workers import WantedWorkers
 from staleflow.servers.scheduler.state import SchedulerState
 
 log = logging.getLogger(__name__)
@@ -22,10 +22,11 @@ class ElasticControl:
     """The scheduler's view of how many engines the run needs."""
 
     def __init__(self, state: SchedulerState, cost_of: Callable[[WorkerId], Cost | None], *, new_session: bool) -> None:
-        """``cost_of``: returns the cost model of an instance; None without one. ``new_session``: as for ``Fleet``."""
+        """``cost_of``: returns the cost model of an instance; None without one. ``new_session``: as for
+        ``WantedWorkers``."""
         self._balance = Balance(state.config, state.instances, cost_of)
         self._advisor = Advisor()
-        self._fleet = Fleet(state, new_session=new_session)
+        self._workers = WantedWorkers(state, new_session=new_session)
         self._logged = ("", 0)
 
     @property
@@ -36,7 +37,7 @@ class ElasticControl:
     @property
     def wanted(self) -> tuple[str, ...]:
         """Names of the rollout workers that should run; empty: all that were started."""
-        return self._fleet.wanted
+        return self._workers.wanted
 
     def step(self, step: Step, version: int, now_ms: int) -> None:
         """Take the times of a step into account. ``version``: the version that ended it."""
@@ -49,11 +50,11 @@ class ElasticControl:
         if change != self._logged and recommendation.action:
             self._logged = change
             log.info("recommendation: %s", recommendation.sentence)
-        self._fleet.follow(recommendation, measured.engines)
+        self._workers.follow(recommendation, measured.engines)
 
     def tick(self) -> None:
         """Let workers leave that are no longer wanted."""
-        self._fleet.release_unwanted()
+        self._workers.release_unwanted()
 
     def add(self, values: Mapping[str, float]) -> dict[str, float]:
         """Note the trainer's metrics of a step; return them with the scheduler's shares and recommendation."""

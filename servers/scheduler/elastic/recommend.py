@@ -53,12 +53,14 @@ SLOW = 0.5
 """Speed of a sample, as a share of the fastest engine's, below which the trainer waits for the groups of an engine."""
 SAME, BETTER = 0.97, 1.05
 """Rates of two fleet sizes, relative to each other: at least ``SAME``: as fast; at least ``BETTER``: faster."""
+MAX_PREDICTIONS = 16
+"""Approximate number of fleet sizes that are predicted after each step."""
 KNOWN_STEPS = 200
 """Number of steps for which a measured rate of a fleet size counts: lengths change while a model learns."""
 
 
 class Action(StrEnum):
-    """What to change."""
+    """Recommended change."""
 
     KEEP = "keep"
     ADD = "add"
@@ -169,7 +171,7 @@ class Advisor:
         rate = 60.0 / measured.mean("seconds")
         oldest = measured.version - KNOWN_STEPS
         self._known = {n: known for n, known in self._known.items() if known[1] > oldest}
-        if not _num_slow(measured):  # with a slow engine, the number of engines does not tell the rate
+        if not _num_slow(measured):  # with a slow engine, the number of engines does not determine the rate
             self._known[len(measured.engines)] = rate, measured.version
         now = recommend(measured, {n: known for n, (known, _) in self._known.items()})
         self._repeats = self._repeats + 1 if (now.action, now.count) == self._last else 1
@@ -211,9 +213,9 @@ def recommend(measured: Measured, known: dict[int, float] | None = None) -> Reco
 
 def _more(measured: Measured, rate: float) -> Recommendation:
     count, seconds = len(measured.engines), measured.mean("seconds")
-    times = {
-        more: _seconds_with_more(measured, more) for more in range(1, count + 1) if _allows(measured, count + more)
-    }
+    room = measured.max_engines - count if measured.max_engines else count
+    numbers = {*range(_stride(count), count + 1, _stride(count)), room}
+    times = {more: _seconds_with_more(measured, more) for more in sorted(numbers) if 0 < more <= min(room, count)}
     best_s = min(times.values(), default=seconds)
     if best_s <= (1 - MIN_GAIN) * seconds:
         more = next(more for more, step_s in times.items() if step_s <= best_s * (1 + MIN_GAIN / 2))
@@ -272,7 +274,7 @@ def _fewer(measured: Measured, rate: float, least: int) -> Recommendation:
             ranks = f"trainer.nproc {measured.ranks} to {measured.ranks + 1}"
             return _change(Action.TO_TRAINING, 1, rate, 60.0 / moved_s, f"{loaded}; {ranks}")
     fewest = max(least, math.ceil(count / 2))
-    enough = (fewer for fewer in range(fewest, count) if _tokens_s(measured, fewer) <= seconds)
+    enough = (fewer for fewer in range(fewest, count, _stride(count)) if _tokens_s(measured, fewer) <= seconds)
     if (fewer := next(enough, count)) < count:
         return _change(Action.REMOVE, count - fewer, rate, rate, loaded)
     return _keep(rate, f"balanced: {loaded}")
@@ -311,6 +313,11 @@ def _surely(steps: Sequence[StepTimes], threshold: float) -> bool:
     shares = [sum(step.starved for step in block) / sum(step.seconds for step in block) for block in blocks]
     error = stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else math.inf
     return fmean(shares) - CONFIDENCE * error > threshold
+
+
+def _stride(count: int) -> int:
+    """Return the difference of two considered numbers of engines: a prediction takes milliseconds with a thousand."""
+    return max(1, count // MAX_PREDICTIONS)
 
 
 def _allows(measured: Measured, count: int) -> bool:

@@ -47,6 +47,13 @@ def test_full_engines_that_starve_the_trainer_get_the_number_that_feeds_it() -> 
     )
 
 
+def test_a_large_fleet_changes_in_larger_strides() -> None:
+    assert change(recommend(measured(engines(160), 0.5, batch_samples=10_000))) == ("add", 160)
+    limited = measured(engines(160), 0.5, batch_samples=10_000, max_engines=175)
+    assert change(recommend(limited)) == ("add", 15)
+    assert change(recommend(measured(engines(160, running=8.0), 0.0, batch_samples=10_000))) == ("remove", 60)
+
+
 def test_the_limit_of_the_user_is_respected() -> None:
     given = recommend(measured(engines(4), 0.5, max_engines=5))
     assert change(given) == ("add", 1)

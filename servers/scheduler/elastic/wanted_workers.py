@@ -27,7 +27,7 @@ _KEY = b"wanted"
 _NAME = re.compile(r"rollout-(\d+)")
 
 
-class Fleet:
+class WantedWorkers:
     """Owner of the wanted names. Empty without ``rollout.elastic``: then every worker is wanted."""
 
     def __init__(self, state: SchedulerState, *, new_session: bool) -> None:
