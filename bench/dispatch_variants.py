@@ -49,8 +49,8 @@ def same_lengths() -> Generator[Lengths]:
 
 
 @contextmanager
-def queue_order(order: Order, lengths: Lengths) -> Generator[None]:
-    """Let each engine decode its waiting samples in ``order`` instead of first in, first out."""
+def queue_order(order: Order, lengths: Lengths) -> Generator[type[SimEngine]]:
+    """Let each engine decode its waiting samples in ``order`` instead of first in, first out; yield its class."""
     keys: dict[Order, Callable[[Sample], float]] = {
         "longest": lambda sample: sample.written - sample.length,
         "expected": lambda sample: sample.written - lengths.expected[sample],
@@ -66,7 +66,7 @@ def queue_order(order: Order, lengths: Lengths) -> Generator[None]:
             super()._join()
 
     with patch.object(world, "SimEngine", Ordered):
-        yield
+        yield Ordered
 
 
 @contextmanager

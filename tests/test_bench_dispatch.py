@@ -7,7 +7,6 @@ from bench.dispatch_shapes import shape
 from bench.dispatch_variants import Lengths, Order, queue_order, same_lengths
 from bench.price_list import CHOICES, HALVED, overrides
 from staleflow.configs.schema import Config
-from staleflow.sim import world
 from staleflow.sim.cost import StepCost
 from staleflow.sim.sample import Sample
 from staleflow.sim.simulate import simulate
@@ -42,9 +41,8 @@ def test_a_pool_keeps_exact_versions(mode: Mode) -> None:
 )
 def test_a_queue_serves_its_samples_in_order(order: Order, ends: list[int]) -> None:
     lengths, ended, timeline = Lengths(), list[Sample](), Timeline()
-    with queue_order(order, lengths):
-        cost = StepCost(k1=0.0, k2=1.0, k3=0.0, k4=0.0)
-        engine = world.SimEngine(timeline, cost, slots=1, on_end=ended.append)
+    with queue_order(order, lengths) as ordered:
+        engine = ordered(timeline, StepCost(k1=0.0, k2=1.0, k3=0.0, k4=0.0), slots=1, on_end=ended.append)
     for place, tokens in enumerate((7, 9, 2, 5)):
         sample = Sample(place, 0, (tokens,))
         lengths.expected[sample] = 10.0 * place
