@@ -32,7 +32,7 @@ def costs() -> Iterator[str]:
     yield ""
     yield "```sh"
     yield "python -m bench.costs costs.toml      # measures this machine, in some minutes"
-    yield "staleflow simulate configs/skewed.toml simulation.costs=costs.toml simulation.model_gib=3.0"
+    yield "staleflow simulate configs/skewed.toml simulation.costs=bench/results/2026-11-2-cores-costs.toml simulation.model_gib=3.0"
     yield "```"
     yield ""
     yield "Without a cost file, the simulator charges the values of `[simulation]`, `[rollout.simulated]` and"

@@ -207,7 +207,8 @@ def test_commands_that_answer_at_once_are_run(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.long
 @pytest.mark.parametrize("said", dict.fromkeys(SIMULATED))
 def test_simulations_of_the_pages_end(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for folder in ("configs", "bench"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     monkeypatch.chdir(tmp_path)
     words = shlex.split(said)[1:]
     if (ROOT / words[1]).is_file():
