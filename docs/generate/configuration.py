@@ -24,6 +24,9 @@ def configuration() -> Iterator[str]:
         yield from _table(table)
 
 
+SHIPPED = "bench/results/2026-11-2-cores-costs.toml"
+
+
 def costs() -> Iterator[str]:
     """The reference of the cost file."""
     yield "# The cost file of the simulator"
@@ -31,8 +34,8 @@ def costs() -> Iterator[str]:
     yield MADE
     yield ""
     yield "```sh"
-    yield "python -m bench.costs costs.toml      # measures this machine, in some minutes"
-    yield "staleflow simulate configs/skewed.toml simulation.costs=bench/results/2026-11-2-cores-costs.toml simulation.model_gib=3.0"
+    yield "python -m bench.costs costs.toml      # measures this machine, in some minutes; or use a file that is here:"
+    yield f"staleflow simulate configs/skewed.toml simulation.costs={SHIPPED} simulation.model_gib=3.0"
     yield "```"
     yield ""
     yield "Without a cost file, the simulator charges the values of `[simulation]`, `[rollout.simulated]` and"
