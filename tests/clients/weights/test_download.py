@@ -195,8 +195,9 @@ async def test_a_version_that_does_not_fit_into_memory_is_refused(objects: Objec
 
 
 async def test_the_command_reports_a_full_disk_and_leaves_nothing_there(
-    objects: Objects, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    objects: Objects, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would keep a truncated file of it
     one, folder = await put(objects, 0, 1000), tmp_path / "to"
     await show(objects, 0, one)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
