@@ -66,7 +66,7 @@ def test_pictures_are_where_they_were_asked_for(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--compare", "--peers", "arael"), '--peers is "arael"; it must be one of sync, psrl, areal,'),
+        (("--compare", "--peers", "arael"), '--peers is "arael"; it must be one of sync, psrl, nemo-rl,'),
         (("--peers", "areal"), '--peers is "areal"; it needs --compare'),
         (("--compare", "--trace", "t"), '--trace is "t"; it writes the trace of one run'),
     ],
