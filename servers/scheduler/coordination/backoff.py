@@ -159,7 +159,7 @@ class Backoff:
     def may_start(self, instance: Instance) -> bool:
         """Return whether an instance may start groups: not leaving, not on hold, nor playing an evaluation of other
         weights."""
-        return not (instance.leaving or self.on_hold(instance.worker)) and instance.pinned in (None, instance.loaded())
+        return instance.stays and not self.on_hold(instance.worker) and instance.pinned in (None, instance.loaded())
 
     def capacity(self, instance: Instance) -> int:
         """Return the maximum number of groups of an instance: ``PROBE`` between two holds."""

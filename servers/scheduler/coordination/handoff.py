@@ -72,12 +72,7 @@ class Handoffs:
     def _may_take(self, instance: Instance, group_view: GroupView, op: RegisterYield) -> bool:
         """Return whether an instance could take over the group once it has a free place."""
         other = instance.worker != group_view.worker
-        return (
-            other
-            and not instance.released
-            and self._backoff.may_start(instance)
-            and self._can_continue(instance.worker, op)
-        )
+        return other and self._backoff.may_start(instance) and self._can_continue(instance.worker, op)
 
     def _free(self, instance: Instance) -> int:
         """Return how many more groups an instance may get."""
@@ -90,7 +85,7 @@ class Handoffs:
         Its weights must be at least as new as the newest of the output, and a rollback must have abandoned neither.
         """
         instance, machine = self._instances.get(to), self._interpreter.machine
-        if instance is None or instance.leaving or self._instances.draining:
+        if instance is None or not instance.stays or self._instances.draining:
             return False
         if instance.loaded() < (op.lineage, op.version):
             return False

@@ -145,6 +145,11 @@ class Instance:
         return self.aborting.get(lease, 0) > self.commands.acked
 
     @property
+    def stays(self) -> bool:
+        """False if it leaves soon, by its own will or because it is released: it gets nothing new to do."""
+        return not (self.leaving or self.released)
+
+    @property
     def may_leave(self) -> bool:
         """True if it is released and has nothing left to do."""
         return self.released and not self.leases and self.pinned is None

@@ -180,7 +180,7 @@ class Snapshots:
             behind=instance.pinned is None and newest >= 0 and not (same_lineage and stats.version == newest),
             pulling=instance.pulling(now_ms),
             stuck=instance.stuck,
-            on_hold=instance.released or not self._backoff.may_start(instance),
+            on_hold=not self._backoff.may_start(instance),
             held=len(instance.leases) + coming,
             coming=coming,
             ordered=ordered,

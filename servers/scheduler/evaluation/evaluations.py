@@ -203,7 +203,7 @@ class Evaluations:
     def _choose(self, evaluation: Evaluation) -> Instance | None:
         """Return the least busy worker that can play the set, preferably one that has not failed it and has no newer
         version."""
-        able = [i for i in self._instances if i.pinned is None and not i.released and self._num_prompts(i, evaluation)]
+        able = [i for i in self._instances if i.pinned is None and i.stays and self._num_prompts(i, evaluation)]
 
         def rank(instance: Instance) -> tuple[bool, bool, int]:
             failed = instance.worker in evaluation.failed_workers
