@@ -1,4 +1,4 @@
-"""Rollout workers with different settings serve one run, each as far as its own capacity goes."""
+"""Rollout workers with different settings serve one run, each by its own capacity."""
 
 import re
 import signal
@@ -12,6 +12,7 @@ import pytest
 
 from staleflow.configs.loading.load import addresses, read_run
 from staleflow.configs.rules.coordination import groups_held
+from staleflow.servers.scheduler.coordination.snapshots import MAX_OVERBOOKING
 from tests.process.running import Run, audited
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
@@ -70,7 +71,8 @@ def test_workers_of_different_sizes_share_a_run(run_dir: Path) -> None:
         for name, slots in {"rollout-0": NARROW, "rollout-1": WIDE, "guest": GUEST}.items()
     }
     busiest = at_once(run)
-    assert all(0 < busiest[name] <= most for name, most in capacity.items()), busiest
+    # More groups than its capacity only while the last samples of others leave slots free.
+    assert all(0 < busiest[name] <= MAX_OVERBOOKING * most for name, most in capacity.items()), busiest
     assert busiest["rollout-1"] > capacity["rollout-0"]
     for name in ("rollout-0", "rollout-1"):
         log = (run_dir / "logs" / f"{name}.log").read_text()
