@@ -77,7 +77,8 @@ def test_the_last_of_two_overrides_counts(write: Write) -> None:
         ("rollout.gpus=[0,-1]", "rollout.gpus is [0, -1]; it must be a list, each an integer from 0 to 1000000000"),
         (
             "simulation.fleet=3",
-            "simulation.fleet is 3; it must be a list, each a table with count, speed, slots, kv_tokens, remote",
+            "simulation.fleet is 3; it must be a list, each a table with count, kind, price, speed, compute, slots,"
+            " kv_tokens, remote, preemptible",
         ),
         (
             "simulation.fleet=[{count=1}, {}]",
