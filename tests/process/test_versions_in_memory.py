@@ -1,5 +1,6 @@
 """A run whose versions lie in shared memory: it leaves nothing there, and resumes after a reboot has emptied it."""
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def test_a_run_resumes_after_a_reboot_and_leaves_nothing_in_memory(run_dir: Path
         family = run.family()
         run.process.kill()
         for process in family:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has noticed the end of its supervisor
+                process.kill()
         psutil.wait_procs(family, timeout=30)
     shutil.rmtree(folder)
     with Run(run_dir, str(run_dir / "config.toml"), "--resume") as run:
