@@ -35,7 +35,7 @@ class WantedWorkers:
         self._interpreter, self._instances, self._registry = state.interpreter, state.instances, state.registry
         self._limits = state.config.rollout.elastic
         self._slow: set[str] = set()
-        """Names of engines that were too slow beside the others; they do not return in this session."""
+        """Names of engines that were too slow beside the others; they do not return until the scheduler restarts."""
         self.wanted: tuple[str, ...] = ()
         if self._limits.max_workers:
             with state.interpreter.store.read() as txn:
