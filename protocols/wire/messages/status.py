@@ -182,7 +182,7 @@ class Recommendation(Part, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """The change, its reason and its effect; the reason alone for ``keep``; empty before the first."""
         number = f"{self.count} engine{'s' if self.count != 1 else ''}"
-        moved = f"{'a GPU' if self.count == 1 else f'{self.count} GPUs'}"
+        moved = "a GPU" if self.count == 1 else f"{self.count} GPUs"
         match self.action:
             case "add" | "remove":
                 change = f"{self.action} {number}"

@@ -171,7 +171,7 @@ class Advisor:
         rate = 60.0 / measured.mean("seconds")
         oldest = measured.version - KNOWN_STEPS
         self._known = {n: known for n, known in self._known.items() if known[1] > oldest}
-        if not _num_slow(measured):  # with a slow engine, the number of engines does not determine the rate
+        if not slow_engines(measured.engines):  # with a slow engine, the number of engines does not determine the rate
             self._known[len(measured.engines)] = rate, measured.version
         now = recommend(measured, {n: known for n, (known, _) in self._known.items()})
         self._repeats = self._repeats + 1 if (now.action, now.count) == self._last else 1
@@ -251,14 +251,15 @@ def _seconds_with_more(measured: Measured, more: int, slower_s: float = 0.0) -> 
 def _without_slow(measured: Measured) -> tuple[int, float]:
     """Return the number of slow engines, and the seconds of a step without them: the trainer waits for no engine, or
     the others decode all tokens."""
-    slow = _num_slow(measured)
+    slow = len(slow_engines(measured.engines))
     busy_s = measured.mean("seconds") - measured.mean("starved") - measured.mean("pinned")
     return slow, max(busy_s, _tokens_s(measured, len(measured.engines) - slow), 1e-9)
 
 
-def _num_slow(measured: Measured) -> int:
-    fastest = max(engine.speed for engine in measured.engines)
-    return sum(engine.speed < SLOW * fastest for engine in measured.engines)
+def slow_engines(engines: Sequence[EngineLoad]) -> list[EngineLoad]:
+    """Return the engines that are too slow beside the fastest one."""
+    fastest = max((engine.speed for engine in engines), default=0.0)
+    return [engine for engine in engines if engine.speed < SLOW * fastest]
 
 
 # --- fewer engines ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages.status import Recommendation
 from staleflow.servers.scheduler.coordination.instance import Instance
-from staleflow.servers.scheduler.elastic.recommend import SLOW, Action, EngineLoad
+from staleflow.servers.scheduler.elastic.recommend import Action, EngineLoad, slow_engines
 from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.store.base import Read, Write
 
@@ -84,9 +84,7 @@ class WantedWorkers:
 
     def _too_slow(self, loads: Sequence[EngineLoad]) -> dict[str, float]:
         """Return the speeds of the engines that are too slow beside the others, by name."""
-        fastest = max((load.speed for load in loads), default=0.0)
-        slow = [load for load in loads if load.speed < SLOW * fastest]
-        return {self._registry.name_of(WorkerId(load.name)): load.speed for load in slow}
+        return {self._registry.name_of(WorkerId(load.name)): load.speed for load in slow_engines(loads)}
 
     def release_unwanted(self) -> None:
         """Let the workers leave that are no longer wanted."""
