@@ -96,12 +96,10 @@ def test_the_documentation_shows_this_screen() -> None:
 
 
 def test_a_recommended_change_of_the_engines_is_below_the_reason() -> None:
-    advice = Recommendation(
-        action="add", count=2, reason="the trainer waits", steps_per_min=6, expected_steps_per_min=9
-    )
+    advice = Recommendation(action="add", count=2, sentence="add 2 engines: the trainer waits; 6 -> 9 steps/min")
     lines = drawn(seen(snapshot(recommendation=advice)), Look(), 100, 30)
     assert "advice  add 2 engines: the trainer waits; 6 -> 9 steps/min" in lines[2:4]
-    kept = Recommendation(action="keep", reason="balanced")
+    kept = Recommendation(action="keep", sentence="keep all engines: balanced")
     assert not any(line.startswith("advice") for line in drawn(seen(snapshot(recommendation=kept)), Look(), 100, 30))
 
 

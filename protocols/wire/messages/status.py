@@ -172,29 +172,12 @@ class Recommendation(Part, frozen=True, kw_only=True):
     steps were measured."""
     count: int = 0
     """Number of engines or GPUs."""
-    reason: str = ""
+    sentence: str = ""
+    """The change, its reason and its effect; the reason alone for ``keep``."""
     steps_per_min: float = 0.0
     """Measured steps a minute."""
     expected_steps_per_min: float = 0.0
     """Predicted steps a minute after the change."""
-
-    @property
-    def sentence(self) -> str:
-        """The change, its reason and its effect; the reason alone for ``keep``; empty before the first."""
-        number = f"{self.count} engine{'s' if self.count != 1 else ''}"
-        moved = "a GPU" if self.count == 1 else f"{self.count} GPUs"
-        match self.action:
-            case "add" | "remove":
-                change = f"{self.action} {number}"
-            case "to_training":
-                change = f"move {moved} from rollout to training at the next checkpoint"
-            case "to_rollout":
-                change = f"move {moved} from training to rollout at the next checkpoint"
-            case "keep":
-                return f"keep all engines: {self.reason}"
-            case _:
-                return ""
-        return f"{change}: {self.reason}; {self.steps_per_min:.3g} -> {self.expected_steps_per_min:.3g} steps/min"
 
 
 class RunTotals(msgspec.Struct, kw_only=True):

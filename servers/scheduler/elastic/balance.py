@@ -9,9 +9,9 @@ from staleflow.configs.rules.coordination import samples_started
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.coordination.admission import Step
+from staleflow.protocols.coordination.recommend import EngineLoad, Measured, StepTimes
 from staleflow.protocols.coordination.view import Cost
 from staleflow.servers.scheduler.coordination.instances import Instances
-from staleflow.servers.scheduler.elastic.recommend import EngineLoad, Measured, StepTimes
 
 MAX_STEPS = 32
 """Maximum number of measured steps; older ones do not count."""

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.coordination.admission import Step
+from staleflow.protocols.coordination.recommend import Action, Advisor
 from staleflow.protocols.coordination.view import Cost
 from staleflow.protocols.wire.messages.status import Recommendation
 from staleflow.servers.scheduler.elastic.balance import Balance
-from staleflow.servers.scheduler.elastic.recommend import Action, Advisor
 from staleflow.servers.scheduler.elastic.wanted_workers import WantedWorkers
 from staleflow.servers.scheduler.state import SchedulerState
 
@@ -27,12 +27,19 @@ class ElasticControl:
         self._balance = Balance(state.config, state.instances, cost_of)
         self._advisor = Advisor()
         self._workers = WantedWorkers(state, new_session=new_session)
-        self._logged = ("", 0)
+        self._logged: tuple[Action | None, int] = None, 0
 
     @property
     def recommendation(self) -> Recommendation:
         """The stable recommendation; one that is followed stays until the engines have changed."""
-        return self._advisor.newest
+        newest = self._advisor.newest
+        return Recommendation(
+            action=newest.action or "",
+            count=newest.count,
+            sentence=newest.sentence,
+            steps_per_min=newest.steps_per_min,
+            expected_steps_per_min=newest.expected_steps_per_min,
+        )
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -45,12 +52,12 @@ class ElasticControl:
         if measured is None:
             self._advisor.forget()
             return
-        recommendation = self._advisor.update(measured)
-        change = (recommendation.action, recommendation.count)
-        if change != self._logged and recommendation.action:
+        advice = self._advisor.update(measured)
+        change = advice.action, advice.count
+        if change != self._logged and advice.action:
             self._logged = change
-            log.info("recommendation: %s", recommendation.sentence)
-        self._workers.follow(recommendation, measured.engines)
+            log.info("recommendation: %s", advice.sentence)
+        self._workers.follow(advice, measured.engines)
 
     def tick(self) -> None:
         """Let workers leave that are no longer wanted."""
@@ -69,6 +76,6 @@ class ElasticControl:
             own["elastic/pinned"] = last.pinned / last.seconds
         if newest.action:
             signs = {Action.ADD: 1, Action.REMOVE: -1}
-            own["elastic/engines"] = signs.get(Action(newest.action), 0) * newest.count
+            own["elastic/engines"] = signs.get(newest.action, 0) * newest.count
             own["elastic/expected_steps_per_min"] = newest.expected_steps_per_min
         return own | dict(values)

@@ -15,9 +15,8 @@ import msgspec
 from staleflow.configs.pools import workers
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import WorkerId
-from staleflow.protocols.wire.messages.status import Recommendation
+from staleflow.protocols.coordination.recommend import Action, Advice, EngineLoad, slow_engines
 from staleflow.servers.scheduler.coordination.instance import Instance
-from staleflow.servers.scheduler.elastic.recommend import Action, EngineLoad, slow_engines
 from staleflow.servers.scheduler.state import SchedulerState
 from staleflow.store.base import Read, Write
 
@@ -54,7 +53,7 @@ class WantedWorkers:
         number = _NAME.fullmatch(name)
         return number is not None and int(number[1]) < self._limits.max_workers
 
-    def follow(self, recommendation: Recommendation, loads: Sequence[EngineLoad]) -> None:
+    def follow(self, advice: Advice, loads: Sequence[EngineLoad]) -> None:
         """Change the wanted names as recommended.
 
         Wait until the workers of the last change have attached or left: a measurement of others is out of date.
@@ -62,8 +61,8 @@ class WantedWorkers:
         attached = {name for instance in self._instances if self._owns(name := self._name(instance))}
         if not self.wanted or attached != set(self.wanted):
             return
-        names, count = list(self.wanted), recommendation.count
-        match recommendation.action:
+        names, count = list(self.wanted), advice.count
+        match advice.action:
             case Action.ADD:
                 free = (f"rollout-{number}" for number in range(self._limits.max_workers))
                 names += [name for name in free if name not in names and name not in self._slow][:count]
@@ -80,7 +79,7 @@ class WantedWorkers:
             return
         self.wanted = tuple(sorted(names, key=_number))
         self._interpreter.with_commit(self._save)
-        log.info("%s; wanted now: %s", recommendation.sentence, ", ".join(self.wanted))
+        log.info("%s; wanted now: %s", advice.sentence, ", ".join(self.wanted))
 
     def _too_slow(self, loads: Sequence[EngineLoad]) -> dict[str, float]:
         """Return the speeds of the engines that are too slow beside the others, by name."""

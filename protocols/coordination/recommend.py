@@ -27,7 +27,6 @@ from statistics import fmean, stdev
 import msgspec
 
 from staleflow.protocols.coordination.view import Cost
-from staleflow.protocols.wire.messages.status import Recommendation
 
 MIN_STEPS = 12
 """Minimum number of measured steps."""
@@ -67,6 +66,37 @@ class Action(StrEnum):
     REMOVE = "remove"
     TO_TRAINING = "to_training"
     TO_ROLLOUT = "to_rollout"
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One recommendation."""
+
+    action: Action | None = None
+    """None before enough steps were measured."""
+    count: int = 0
+    """Number of engines or GPUs."""
+    reason: str = ""
+    steps_per_min: float = 0.0
+    """Measured steps a minute."""
+    expected_steps_per_min: float = 0.0
+    """Predicted steps a minute after the change."""
+
+    @property
+    def sentence(self) -> str:
+        """The change, its reason and its effect; the reason alone for ``keep``; empty before the first."""
+        moved = "a GPU" if self.count == 1 else f"{self.count} GPUs"
+        match self.action:
+            case None:
+                return ""
+            case Action.KEEP:
+                return f"keep all engines: {self.reason}"
+            case Action.ADD | Action.REMOVE:
+                change = f"{self.action.value} {_engines(self.count)}"
+            case Action.TO_TRAINING:
+                change = f"move {moved} from rollout to training at the next checkpoint"
+            case Action.TO_ROLLOUT:
+                change = f"move {moved} from training to rollout at the next checkpoint"
+        return f"{change}: {self.reason}; {self.steps_per_min:.3g} -> {self.expected_steps_per_min:.3g} steps/min"
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -150,21 +180,21 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Advisor:
-    """Recommendations of one run. They change only when several steps in a row agree."""
+    """Advices of one run. They change only when several steps in a row agree."""
 
     def __init__(self) -> None:
-        self.newest = Recommendation()
-        """The stable recommendation; its action is "" before the first."""
+        self.newest = Advice()
+        """The stable recommendation; it has no action before the first."""
         self._known: dict[int, tuple[float, int]] = {}
         """By number of engines: steps a minute, and the version at which they were measured."""
-        self._last = ("", 0)
+        self._last: tuple[Action | None, int] = None, 0
         self._repeats = 0
 
     def forget(self) -> None:
         """Discard the recommendation, not the known rates: the engines have changed."""
-        self.newest, self._last, self._repeats = Recommendation(), ("", 0), 0
+        self.newest, self._last, self._repeats = Advice(), (None, 0), 0
 
-    def update(self, measured: Measured) -> Recommendation:
+    def update(self, measured: Measured) -> Advice:
         """Take the measurement after another step into account."""
         if len(measured.steps) < MIN_STEPS or not measured.engines:
             return self.newest
@@ -181,7 +211,7 @@ class Advisor:
         return self.newest
 
 
-def recommend(measured: Measured, known: dict[int, float] | None = None) -> Recommendation:
+def recommend(measured: Measured, known: dict[int, float] | None = None) -> Advice:
     """Return what the measurement suggests. ``known``: measured steps a minute of other numbers of engines."""
     known, count, rate = known or {}, len(measured.engines), 60.0 / measured.mean("seconds")
     least = max(measured.min_engines, 1)
@@ -211,7 +241,7 @@ def recommend(measured: Measured, known: dict[int, float] | None = None) -> Reco
 # --- more engines -------------------------------------------------------------------------------------------------
 
 
-def _more(measured: Measured, rate: float) -> Recommendation:
+def _more(measured: Measured, rate: float) -> Advice:
     count, seconds = len(measured.engines), measured.mean("seconds")
     room = measured.max_engines - count if measured.max_engines else count
     numbers = {*range(_stride(count), count + 1, _stride(count)), room}
@@ -265,7 +295,7 @@ def slow_engines(engines: Sequence[EngineLoad]) -> list[EngineLoad]:
 # --- fewer engines ------------------------------------------------------------------------------------------------
 
 
-def _fewer(measured: Measured, rate: float, least: int) -> Recommendation:
+def _fewer(measured: Measured, rate: float, least: int) -> Advice:
     count, seconds = len(measured.engines), measured.mean("seconds")
     loaded = f"engines run at {_load(measured):.0%} of their rate and the trainer waits {measured.share('starved'):.0%}"
     if measured.reshards and count > least:
@@ -333,11 +363,9 @@ def _engines(count: int) -> str:
     return f"{count} engine{'s' if count != 1 else ''}"
 
 
-def _change(action: Action, count: int, rate: float, expected: float, reason: str) -> Recommendation:
-    return Recommendation(
-        action=action.value, count=count, reason=reason, steps_per_min=rate, expected_steps_per_min=expected
-    )
+def _change(action: Action, count: int, rate: float, expected: float, reason: str) -> Advice:
+    return Advice(action=action, count=count, reason=reason, steps_per_min=rate, expected_steps_per_min=expected)
 
 
-def _keep(rate: float, reason: str) -> Recommendation:
+def _keep(rate: float, reason: str) -> Advice:
     return _change(Action.KEEP, 0, rate, rate, reason)

@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 
-from staleflow.protocols.coordination.view import Cost
-from staleflow.protocols.wire.messages.status import Recommendation
-from staleflow.servers.scheduler.elastic.recommend import (
+from staleflow.protocols.coordination.recommend import (
     MIN_REPEATS,
     MIN_STEPS,
+    Advice,
     Advisor,
     EngineLoad,
     Measured,
     StepTimes,
     recommend,
 )
+from staleflow.protocols.coordination.view import Cost
 
 MEMORY_BOUND = Cost(k1=0.0, k2=0.01, k3=1e-5, k4=0.0)
 """A decode step takes 10 ms, whatever the number of samples."""
@@ -33,8 +33,8 @@ def measured(fleet: tuple[EngineLoad, ...], *times: float, **more: Any) -> Measu
     return Measured(steps=tuple(steps), engines=fleet, **settings)
 
 
-def change(given: Recommendation) -> tuple[str, int]:
-    return given.action, given.count
+def change(given: Advice) -> tuple[str, int]:
+    return given.action or "", given.count
 
 
 def test_full_engines_that_starve_the_trainer_get_the_number_that_feeds_it() -> None:
@@ -136,9 +136,9 @@ def test_a_removal_that_made_the_run_slower_is_taken_back_and_not_repeated() -> 
 def test_nothing_is_recommended_before_enough_steps_agree() -> None:
     advisor, now = Advisor(), measured(engines(4), 0.5)
     few = Measured(version=3, steps=now.steps[1:], engines=now.engines, batch_samples=256, max_staleness=2)
-    assert advisor.update(few) == Recommendation()
+    assert advisor.update(few) == Advice()
     for _ in range(MIN_REPEATS - 1):
-        assert advisor.update(now) == Recommendation()
+        assert advisor.update(now) == Advice()
     assert change(advisor.update(now)) == ("add", 4)
 
 
