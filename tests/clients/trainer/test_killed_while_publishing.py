@@ -13,7 +13,8 @@ import pytest
 from tests.clients.trainer.service import Service, serving
 from tests.clients.trainer.test_process import checkpoints, ended, surviving_steps
 
-STEPS, STEP_S = 6, 0.4
+STEPS, STEP_S = 6, 1.0
+"""The engine has loaded a version, and the next batch is sealed, well before the step that follows it ends."""
 SLOWLY = (
     *(f"trainer.simulated_step_s={STEP_S}", f"trainer.steps={STEPS}", "trainer.checkpoint_every=2"),
     "coordination.admission=fill",
@@ -25,7 +26,7 @@ def publishing(service: Service) -> "subprocess.Popen[bytes]":
     trainer = service.start_trainer()
     service.wait_for("seal", 3)
     service.processes["parameters"].send_signal(signal.SIGSTOP)
-    time.sleep(3 * STEP_S)
+    time.sleep(2 * STEP_S)
     return trainer
 
 
