@@ -14,9 +14,8 @@ from unittest.mock import patch
 import numpy as np
 
 from staleflow.clients.rollout import groups
-from staleflow.protocols.coordination import cost
+from staleflow.protocols.coordination import cost, overbooking
 from staleflow.protocols.coordination.view import Next
-from staleflow.servers.scheduler.coordination import snapshots
 from staleflow.sim import world
 from staleflow.sim.engine import SimEngine
 from staleflow.sim.sample import Place, Sample
@@ -76,7 +75,7 @@ def places(factor: float) -> Generator[None]:
     def held(slots: int, started: int) -> int:
         return max(2, math.ceil(factor * slots / started))
 
-    with patch.object(groups, "groups_held", held), patch.object(snapshots, "MAX_OVERBOOKING", 1):
+    with patch.object(groups, "groups_held", held), patch.object(overbooking, "MAX_OVERBOOKING", 1):
         yield
 
 

@@ -110,21 +110,29 @@ class Started(TrainerCallback):
         self._file.write_text(json.dumps(time.time()))
 
 
-def reward_of(config: Config) -> Callable[..., Any]:
-    """Return the reward of a run as TRL calls it: once with all samples. An async function waits for all at once."""
+def reward_of(config: Config, columns: Sequence[str]) -> Callable[..., Any]:
+    """Return the reward of a run as TRL calls it: once with all samples and the ``columns`` of their rows.
+
+    An async function waits for all at once.
+    """
     if config.environment.run:
         return lambda final, answer, **_: [
             float(one.strip() == right) for one, right in zip(final, answer, strict=True)
         ]
     reward = load_object(config.reward.run, "reward.run")
-    if not inspect.iscoroutinefunction(reward):
-        return lambda prompts, completions, answer, **_: [
-            reward(*one) for one in zip(prompts, completions, answer, strict=True)
+
+    def calls(prompts: Any, completions: Any, given: dict[str, Any]) -> list[Any]:
+        rows = zip(*(given[name] for name in columns), strict=True)
+        return [
+            reward(prompt, completion, **dict(zip(columns, row, strict=True)))
+            for prompt, completion, row in zip(prompts, completions, rows, strict=True)
         ]
 
-    async def together(prompts: Any, completions: Any, answer: Any, **_: Any) -> list[float]:
-        calls = [reward(*one) for one in zip(prompts, completions, answer, strict=True)]
-        return list(await asyncio.gather(*calls))
+    if not inspect.iscoroutinefunction(reward):
+        return lambda prompts, completions, **given: calls(prompts, completions, given)
+
+    async def together(prompts: Any, completions: Any, **given: Any) -> list[float]:
+        return list(await asyncio.gather(*calls(prompts, completions, given)))
 
     return together
 
@@ -189,10 +197,10 @@ def train(name: str, seed: int, directory: Path) -> None:
         logging_steps=workload.evaluate_every,
         model_init_kwargs={"dtype": "float32"},
     )
-    rows = load_object(config.prompts.source, "prompts.source")(seed, **config.prompts.options)
+    rows = [*load_object(config.prompts.source, "prompts.source")(seed, **config.prompts.options)]
     GRPOTrainer(
         model=str(directory / "model"),
-        reward_funcs=reward_of(config),
+        reward_funcs=reward_of(config, [name for name in rows[0] if name != "prompt"]),
         args=arguments,
         train_dataset=Dataset.from_list(rows),
         callbacks=[Started(directory / START)],

@@ -6,12 +6,16 @@ group of its version may take. ``just_in_time`` therefore leaves room unused: it
 batches are live (token bound: in progress, or waiting for their step).
 
 ``lead`` is derived from measurements (``Pace``). It is the average number of groups in progress, plus half a batch that
-gathers for the next step, plus a margin that grows while the trainer starves and shrinks while it does not.
+gathers for the next step, plus a margin that grows while the trainer waits and shrinks while it does not.
 
 Under the trajectory bound a waiting trainer gets everything that the bound admits, at the newest version, so that its
-slow step starts with all of it. When long groups pin its steps, ``lead`` is 0. In that case, while a sealed batch
-exists, every start is better one version later, unless the engines could not take the gathered groups at once. While no
-sealed batch exists, everything that the bound admits is started.
+slow step starts with all of it. When long groups pin its steps, every start is better one version later: ``lead`` is 0,
+so that groups gather while a sealed batch exists, unless the engines could not take the gathered groups at once. While
+no sealed batch exists, everything that the bound admits is started.
+
+Gathering has a cost: the trainer starves until the engines have written the first batch of the gathered groups. It is
+hidden where the longest group still takes longer. Where it is not, because engines are crowded and answers are of
+similar length, groups are not gathered: ``lead`` is the maximum.
 
 The rule is this project's; StaleFlow (2601.12784) fills every entry of its buffers. docs/consistency.md has the bounds
 of both.
@@ -30,15 +34,20 @@ HISTORY_WEIGHT = 0.8
 """Weight of the earlier sums at each step: about the last five steps count."""
 MAX_PINNED_SHARE = 0.05
 """Share of time pinned above which the longest groups limit the run."""
-STARVED_SHARE = 0.01
-"""Accepted share of time starved: the set point of the margin."""
+MIN_WAIT = 1.25
+"""Minimum wait of the trainer, pinned and starved, as a multiple of the part that gathering causes, to gather groups.
+At 1 no step is pinned, and all of the wait is for the first batch."""
+GATHER_COST_WEIGHT = 0.99
+"""Weight of the cost of gathering at each step without: after some 70 steps it has halved, and is measured anew."""
+WAIT_SHARE = 0.01
+"""Accepted share of time that the trainer waits for a batch: the set point of the margin."""
 MAX_GATHERED_ROUNDS = 2.0
 """Largest room left to gather, as a multiple of the free places of the engines. More would start too late."""
 GATHERING_BATCHES = 0.5
 """Average part of the next batch that is occupied and waits for the rest."""
 MARGIN_GAIN = 1.0
-"""Batches by which the margin grows for each share of a step starved above ``STARVED_SHARE``. It integrates: in the
-long run the share of time starved is ``STARVED_SHARE``, or the margin is at one of its limits."""
+"""Batches by which the margin grows for each share of a step waited above ``WAIT_SHARE``. It integrates: in the long
+run the share of time waited is ``WAIT_SHARE``, or the margin is at one of its limits."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -61,6 +70,12 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     lead: float
     """Target number of live groups, in batches."""
     margin: float = 0.0
+    gathers: bool = False
+    """Groups are gathered while a sealed batch exists."""
+    gather_s: float = 0.0
+    """Average of the seconds starved in a step while groups are gathered."""
+    wait_s: float = 0.0
+    """Average of the seconds that the trainer waits for a batch in a step."""
     seconds: float = 0.0
     pinned_s: float = 0.0
     starved_s: float = 0.0
@@ -74,22 +89,39 @@ def paced(pace: Pace, step: Step, most: float) -> Pace:
     pinned_s = HISTORY_WEIGHT * pace.pinned_s + step.pinned_s
     starved_s = HISTORY_WEIGHT * pace.starved_s + step.starved_s
     under_way_s = HISTORY_WEIGHT * pace.under_way_s + step.under_way * step.seconds
-    if pinned_s > MAX_PINNED_SHARE * seconds:
+    wait_s = _averaged(pace.wait_s, step.pinned_s + step.starved_s)
+    gather_s = _averaged(pace.gather_s, step.starved_s) if pace.gathers else GATHER_COST_WEIGHT * pace.gather_s
+    pinned = pinned_s > MAX_PINNED_SHARE * seconds
+    gathers = pinned and wait_s > MIN_WAIT * gather_s
+    if gathers:
         margin, lead = pace.margin, 0.0
     else:
-        starved_excess = step.starved_s / step.seconds - STARVED_SHARE
-        margin = min(most, max(0.0, pace.margin + MARGIN_GAIN * starved_excess))
+        waited_excess = (step.pinned_s + step.starved_s) / step.seconds - WAIT_SHARE
+        margin = min(most, max(0.0, pace.margin + MARGIN_GAIN * waited_excess))
         # Divide by the time that was not starved: without starvation the same groups would fill only that time.
         fed_s = max(seconds - starved_s, 1e-9)
-        lead = min(most, under_way_s / fed_s + GATHERING_BATCHES + margin)
+        lead = most if pinned else min(most, under_way_s / fed_s + GATHERING_BATCHES + margin)
     return Pace(
         lead=lead,
         margin=margin,
+        gathers=gathers,
+        gather_s=gather_s,
+        wait_s=wait_s,
         seconds=seconds,
         pinned_s=pinned_s,
         starved_s=starved_s,
         under_way_s=under_way_s,
     )
+
+
+def _averaged(average: float, value: float) -> float:
+    return HISTORY_WEIGHT * average + (1 - HISTORY_WEIGHT) * value
+
+
+def first_paced(pace: Pace, starved_s: float, most: float) -> Pace:
+    """Return the pace after the first step of a run, which starts with everything that the bound admits, as gathered
+    groups do. ``starved_s``: seconds that the trainer waited since the first lease."""
+    return msgspec.structs.replace(pace, gather_s=starved_s / most)
 
 
 def admitted(snapshot: Snapshot, admission: Admission) -> Snapshot:

@@ -12,7 +12,7 @@ import pytest
 
 from staleflow.configs.loading.load import addresses, read_run
 from staleflow.configs.rules.coordination import groups_held
-from staleflow.servers.scheduler.coordination.snapshots import MAX_OVERBOOKING
+from staleflow.protocols.coordination.overbooking import MAX_OVERBOOKING
 from tests.process.running import Run, audited
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]

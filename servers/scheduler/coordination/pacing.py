@@ -6,7 +6,7 @@ from staleflow.protocols.consistency.effects import Delivered
 from staleflow.protocols.consistency.ids import Step as TrainStep
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
-from staleflow.protocols.coordination.admission import Pace, Step, paced
+from staleflow.protocols.coordination.admission import Pace, Step, first_paced, paced
 
 
 class Pacing:
@@ -33,6 +33,8 @@ class Pacing:
         self._blocked = False
         self._delivered = -1
         self._looked_ms = -1
+        self._began = False
+        """Groups have been leased since this process started."""
         self._began_ms = 0
         self._pinned_ms = 0
         self._starved_ms = 0
@@ -62,6 +64,9 @@ class Pacing:
             self._next(machine.version, now_ms)
         counts = machine.state_counts()
         self._under_way = counts["leased"] + counts["pushed"]
+        if not self._began:  # engines may still load the first version
+            self._began = machine.version > 0 or self._under_way > 0
+            self._pinned_ms = self._starved_ms = self._blocked_ms = 0
         self._looked_ms = now_ms
         step = self._waiting_step() if machine.version >= 0 else None
         self.waits, self._publishes = step is not None, step is not None and step > machine.version
@@ -70,7 +75,10 @@ class Pacing:
         self._blocked = self._starved and (counts["pushed"] >= missing or not counts["leased"])
 
     def _next(self, version: int, now_ms: int) -> None:
-        """Finish a step at a new version. The first step of a run and rollbacks are ignored: they show no pace."""
+        """Finish a step at a new version.
+
+        Rollbacks show no pace, and the first step of a run only the cost of gathering.
+        """
         passed_ms = now_ms - self._began_ms
         if version == self._version + 1 and version > 1 and passed_ms > 0:
             step = Step(
@@ -82,6 +90,8 @@ class Pacing:
             )
             self.pace = paced(self.pace, step, self._most)
             self._measured(step, version, now_ms)
+        elif version == 1 and self._version == 0:
+            self.pace = first_paced(self.pace, self._starved_ms / 1000, self._most)
         elif version < self._version:
             self._delivered = -1
         self._version = version

@@ -1,6 +1,5 @@
 """The snapshot of a coordination cycle. Views of unchanged instances are reused from the last snapshot."""
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -10,7 +9,7 @@ from staleflow.protocols.consistency.groups import GroupView, State
 from staleflow.protocols.consistency.ids import GroupId, Lineage, Version, WorkerId
 from staleflow.protocols.consistency.limits import Bound
 from staleflow.protocols.coordination import view
-from staleflow.protocols.coordination.migration import FULL_KV
+from staleflow.protocols.coordination.overbooking import overbooked
 from staleflow.protocols.coordination.view import Flight, Next, Snapshot
 from staleflow.protocols.wire.messages import Assign
 from staleflow.servers.scheduler.coordination.backoff import Backoff
@@ -22,8 +21,6 @@ from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 
 MAX_STARTS = 128
 """Maximum number of groups started in one cycle: granting them blocks other requests for a few milliseconds."""
-MAX_OVERBOOKING = 4
-"""Maximum number of groups of an instance, as a multiple of its capacity."""
 FLIGHTS_INTERVAL_MS = 500
 """Interval between two scans of all leased groups; moves are not urgent."""
 
@@ -196,19 +193,21 @@ class Snapshots:
         )
 
     def _capacity(self, instance: Instance, coming: int, ordered: int) -> int:
-        """Return the maximum number of groups of an instance: its own capacity, or more while it has free slots.
-
-        The last sample of a group may take minutes longer than the others. By its own capacity, an instance with many
-        such groups would be full while most of its slots are free. With environments the capacity is fixed, because an
-        engine does not report episodes that are at a tool.
-        """
+        """Return the maximum number of groups of an instance. With environments it is fixed, because an engine does not
+        report episodes that are at a tool."""
         capacity, stats = self._backoff.capacity(instance), instance.stats
-        busy = 0 < stats.running < stats.slots and not stats.waiting and stats.kv_used < FULL_KV
-        if not (self._overbooks and busy) or self._backoff.on_trial(instance.worker):
+        if not self._overbooks or self._backoff.on_trial(instance.worker):
             return capacity
-        free = stats.slots - stats.running - (coming + ordered) * self._started
-        more = max(0, math.ceil(free / self._started))
-        return max(capacity, min(len(instance.leases) + coming + more, MAX_OVERBOOKING * capacity))
+        return overbooked(
+            capacity,
+            held=len(instance.leases) + coming,
+            ordered=coming + ordered,
+            started=self._started,
+            running=stats.running,
+            waiting=stats.waiting,
+            slots=stats.slots,
+            kv_used=stats.kv_used,
+        )
 
     # --- leased groups -----------------------------------------------------------------------------------------
 

@@ -5,13 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.protocols.consistency.ids import Version
-from staleflow.protocols.coordination.admission import Pace, Step, admitted, paced, places
+from staleflow.protocols.coordination.admission import MIN_WAIT, Pace, Step, admitted, first_paced, paced, places
 from tests.protocols.coordination.views import instance, snapshot
 
 BUSY = Step(seconds=20.0, pinned_s=0.0, starved_s=0.0, under_way=0.8)
 PINNED = Step(seconds=60.0, pinned_s=40.0, starved_s=1.0, under_way=0.8)
 STARVED = Step(seconds=25.0, pinned_s=0.0, starved_s=5.0, under_way=0.8)
 """At full speed, in 20 of the 25 seconds, one batch would be under way."""
+CROWDED = Step(seconds=60.0, pinned_s=4.0, starved_s=36.0, under_way=0.8)
+"""Gathered groups reach crowded engines: most of the wait is for the first batch of them."""
 
 
 def after(*steps: Step, margin: float = 0.0) -> list[float]:
@@ -103,6 +105,38 @@ def test_while_long_groups_pin_the_step_there_is_no_lead_and_the_margin_stays() 
     assert after(PINNED, *[BUSY] * 20, margin=0.3)[-1] > 1.3
 
 
+def test_groups_are_not_gathered_where_the_first_batch_of_them_costs_more_than_they_save() -> None:
+    pace, gathers = Pace(lead=3.0, gather_s=30.0), list[bool]()
+    for _ in range(20):
+        pace = paced(pace, PINNED, 3.0)
+        gathers.append(pace.gathers)
+        assert pace.lead == (0.0 if pace.gathers else 3.0)
+    waited = 41.0  # in every step: more than the cost of gathering, once the average shows it
+    start = gathers.index(True)
+    assert waited * (1 - 0.8**start) <= MIN_WAIT * 30.0 * 0.99**start
+    assert waited * (1 - 0.8 ** (start + 1)) > MIN_WAIT * 30.0 * 0.99 ** (start + 1)
+    assert all(gathers[start:])
+
+
+def test_gathering_ends_once_it_mostly_starves_the_trainer_and_is_tried_again_later() -> None:
+    pace = paced(Pace(lead=3.0), PINNED, 3.0)
+    assert pace.gathers
+    for _ in range(20):
+        pace = paced(pace, CROWDED, 3.0)
+    assert (pace.gathers, pace.lead) == (False, 3.0)
+    tried = 0
+    less = Step(seconds=60.0, pinned_s=30.0, starved_s=0.0, under_way=0.8)
+    while not pace.gathers:
+        pace, tried = paced(pace, less, 3.0), tried + 1
+    assert 5 < tried < 100
+
+
+def test_the_first_step_of_a_run_shows_the_cost_of_gathering() -> None:
+    pace = first_paced(Pace(lead=3.0), 90.0, 3.0)
+    assert pace.gather_s == 30.0
+    assert not paced(pace, PINNED, 3.0).gathers
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(*[st.floats(0.1, 100), st.floats(0, 1), st.floats(0, 1), st.floats(0, 9)]), max_size=30),
@@ -114,6 +148,7 @@ def test_the_lead_stays_within_the_bound(steps: list[tuple[float, float, float, 
         pinned_s, starved_s = waits * pinned * seconds, waits * (1 - pinned) * seconds
         pace = paced(pace, Step(seconds=seconds, pinned_s=pinned_s, starved_s=starved_s, under_way=under_way), most)
         assert 0.0 <= pace.lead <= most
+        assert not (pace.gathers and pace.lead)
 
 
 def test_a_wait_hardly_worth_the_name_is_put_up_with() -> None:

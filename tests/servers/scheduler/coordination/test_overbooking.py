@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from staleflow.configs.schema import Config, Environment
+from staleflow.protocols.coordination.overbooking import MAX_OVERBOOKING
 from staleflow.protocols.wire.messages import Assign, Command
-from staleflow.servers.scheduler.coordination.snapshots import MAX_OVERBOOKING
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
 

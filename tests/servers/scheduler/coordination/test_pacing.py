@@ -75,6 +75,21 @@ def test_a_wait_for_more_groups_is_starvation() -> None:
     assert (pace.seconds, pace.starved_s, pace.pinned_s) == (10.0, 3.0, 0.0)
 
 
+def test_the_first_step_shows_the_cost_of_gathering_from_its_first_lease_on() -> None:
+    run = Run()
+    run.asked = True
+    run.look(0)
+    run.look(60_000)  # engines load the first version
+    held = run.begin()
+    run.look(61_000)
+    run.finish(*held)
+    run.asked = False
+    run.look(71_000)
+    run.publish()
+    pace = run.look(80_000)
+    assert (pace.gather_s, pace.seconds, pace.lead) == (10.0 / 2, 0.0, 2.0)
+
+
 def test_a_wait_with_enough_of_them_is_for_those_that_pin() -> None:
     run = Run(batch_size=2)
     first, second, third, fourth = [run.begin() for _ in range(4)]
