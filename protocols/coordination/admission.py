@@ -45,6 +45,8 @@ MAX_GATHERED_ROUNDS = 2.0
 """Largest room left to gather, as a multiple of the free places of the engines. More would start too late."""
 GATHERING_BATCHES = 0.5
 """Average part of the next batch that is occupied and waits for the rest."""
+FIRST_MARGIN = 0.5
+"""Margin at the start of a run: an unneeded one shrinks within some 50 steps, a missing one costs waits to learn."""
 MARGIN_GAIN = 1.0
 """Batches by which the margin grows for each share of a step waited above ``WAIT_SHARE``. It integrates: in the long
 run the share of time waited is ``WAIT_SHARE``, or the margin is at one of its limits."""

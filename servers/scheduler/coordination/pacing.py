@@ -6,7 +6,7 @@ from staleflow.protocols.consistency.effects import Delivered
 from staleflow.protocols.consistency.ids import Step as TrainStep
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
-from staleflow.protocols.coordination.admission import Pace, Step, first_paced, paced
+from staleflow.protocols.coordination.admission import FIRST_MARGIN, Pace, Step, first_paced, paced
 
 
 class Pacing:
@@ -23,7 +23,7 @@ class Pacing:
         self._measured = measured
         self._most = limits.max_staleness + 1.0
         self._batch_size = limits.batch_size
-        self.pace = Pace(lead=self._most)
+        self.pace = Pace(lead=self._most, margin=FIRST_MARGIN)
         self.waits = False
         """The trainer waits for a batch."""
         self._publishes = False
