@@ -45,47 +45,25 @@ class Way:
     slow: bool
 
 
-QUICKSTART: Final = ("trainer.batch_size=8", "rollout.max_inflight=64")
-ADAPTER: Final = (
-    *("trainer.batch_size=2", "rollout.max_inflight=16", "trainer.threads=1", "trainer.lr=2e-4"),
-    *("model.lora.rank=8", 'model.lora.target_modules=["q_proj", "v_proj"]'),
-)
+def _quickstart(what: str, delta: str, *, slow: bool) -> Way:
+    settings = ("trainer.batch_size=8", "rollout.max_inflight=64", f"parameters.delta={delta}")
+    return Way(what=what, config="quickstart.toml", overrides=settings, model="quickstart, 0.56 M", slow=slow)
+
+
+def _adapter(*, slow: bool) -> Way:
+    settings = (
+        *("trainer.batch_size=2", "rollout.max_inflight=16", "trainer.threads=1", "trainer.lr=2e-4"),
+        *("model.lora.rank=8", 'model.lora.target_modules=["q_proj", "v_proj"]', "parameters.delta=off"),
+    )
+    return Way(what="LoRA", config="smollm2.toml", overrides=settings, model="SmolLM2-135M", slow=slow)
+
+
 WAYS: Final[Mapping[str, Way]] = {
-    "quickstart-local": Way(
-        what="whole, no limit",
-        config="quickstart.toml",
-        overrides=(*QUICKSTART, "parameters.delta=off"),
-        model="quickstart, 0.56 M",
-        slow=False,
-    ),
-    "quickstart-whole": Way(
-        what="whole",
-        config="quickstart.toml",
-        overrides=(*QUICKSTART, "parameters.delta=off"),
-        model="quickstart, 0.56 M",
-        slow=True,
-    ),
-    "quickstart-delta": Way(
-        what="deltas",
-        config="quickstart.toml",
-        overrides=(*QUICKSTART, "parameters.delta=compressed"),
-        model="quickstart, 0.56 M",
-        slow=True,
-    ),
-    "smollm2-local": Way(
-        what="LoRA, no limit",
-        config="smollm2.toml",
-        overrides=(*ADAPTER, "parameters.delta=off"),
-        model="SmolLM2-135M",
-        slow=False,
-    ),
-    "smollm2-lora": Way(
-        what="LoRA",
-        config="smollm2.toml",
-        overrides=(*ADAPTER, "parameters.delta=off"),
-        model="SmolLM2-135M",
-        slow=True,
-    ),
+    "quickstart-local": _quickstart("whole", "off", slow=False),
+    "quickstart-whole": _quickstart("whole", "off", slow=True),
+    "quickstart-delta": _quickstart("deltas", "compressed", slow=True),
+    "smollm2-local": _adapter(slow=False),
+    "smollm2-lora": _adapter(slow=True),
 }
 
 
@@ -185,7 +163,7 @@ def main(names: tuple[str, ...], mbit: int, steps: int) -> None:
             one = measure(way, Path(folder) / name, model, steps, mbit)
             link = f"{mbit} Mbit/s" if way.slow else "no limit"
             values = f"{one.steps_per_min:.1f} | {one.behind_s:.2f} | {one.received_mb:.2f} | {one.skipped}"
-            click.echo(f"| {way.model} | {way.what.partition(',')[0]} | {link} | {values} | {load_average:.1f} |")
+            click.echo(f"| {way.model} | {way.what} | {link} | {values} | {load_average:.1f} |")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,11 @@ The switch is ``trainer.streaming``. For each bound the trainer's step takes as 
 which is first simulated with a trainer that takes no time. Then both ways run in virtual time (means of seeds) and,
 with all their processes and simulated engines, in real time, one after the other. Exit 1 when a target is missed.
 
-    python -m bench.streaming [KEY=VALUE]... [--seeds N] [--virtual] [--markdown]
+``--model`` measures a real engine and trainer instead: SmolLM2-135M-Instruct with LoRA answers sums in its own words,
+with one core for the engine and one for the trainer. It needs the extras ``smollm2``, ``reasoning-gym`` and ``lora``,
+and an idle machine.
+
+    python -m bench.streaming [KEY=VALUE]... [--seeds N] [--virtual | --model] [--markdown]
 """
 
 import statistics
@@ -22,7 +26,15 @@ from bench.skewed import real
 from staleflow.configs.loading.load import load
 from staleflow.sim.simulate import simulate
 
-CONFIG = Path(__file__).parent.parent / "configs" / "streaming.toml"
+CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIG = CONFIGS / "streaming.toml"
+MODEL = (
+    *("model.options={}", "prompts.chat_template=true", "prompts.options.template={question}", "model.lora.rank=16"),
+    *("rollout.max_new_tokens=64", "rollout.max_inflight=16", "rollout.group_size=4", "rollout.filter=none"),
+    *("trainer.steps=12", "trainer.checkpoint_every=1000", "trainer.eval_prompts=0", "trainer.lr=1e-4"),
+    *("rollout.threads=1", "trainer.threads=1"),
+)
+"""Settings of ``configs/smollm2.toml``: a model that ends its answers itself, in two rounds of 16 samples a step."""
 BOUNDS = (0, 1)
 TARGET = 1.25
 """Steps a minute, as a multiple of those without streaming."""
@@ -82,13 +94,28 @@ def rows(overrides: Sequence[str], seeds: int, *, real_time: bool) -> list[Row]:
     return result
 
 
+def model_rows(overrides: Sequence[str], seeds: int) -> list[Row]:
+    """Measure every bound with a real model. ``step_s`` is that of the trainer, batch by batch."""
+    result: list[Row] = []
+    for eta, seed in tracked("runs", [(eta, seed) for eta in BOUNDS for seed in range(seeds)]):
+        bound = (*MODEL, *overrides, f"staleness.max_staleness={eta}", f"seed={seed}")
+        whole, streamed = (
+            real(CONFIGS / "smollm2.toml", (*bound, *way), eta)
+            for way in ((), ("trainer.streaming=true", "trainer.stream_groups=2"))
+        )
+        speeds = {"whole": whole.steps_per_min, "streamed": streamed.steps_per_min}
+        result.append(Row(max_staleness=eta, time="SmolLM2", step_s=whole.train_s, **speeds))
+    return result
+
+
 @click.command(help=__doc__)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--seeds", default=5, show_default=True, help="Simulations of each row.")
 @click.option("--virtual", "virtual_only", is_flag=True, help="No real runs, which take three minutes.")
+@click.option("--model", is_flag=True, help="A real engine and trainer; one run for each seed.")
 @click.option("--markdown", is_flag=True, help="For bench/results/.")
-def main(overrides: tuple[str, ...], seeds: int, virtual_only: bool, markdown: bool) -> None:
-    result = rows(overrides, seeds, real_time=not virtual_only)
+def main(overrides: tuple[str, ...], seeds: int, virtual_only: bool, model: bool, markdown: bool) -> None:
+    result = model_rows(overrides, seeds) if model else rows(overrides, seeds, real_time=not virtual_only)
     cells = [row.cells() for row in result]
     if markdown:
         click.echo("\n".join(f"| {' | '.join(row)} |" for row in (TITLES, ("---",) * len(TITLES), *cells)))

@@ -262,6 +262,10 @@ async def test_one_line_of_metrics_a_step(world: World) -> None:
     cast = await Cast(world, capacity=2).enter()
     cast.instance.pause_s = 0.25
     for step in range(2):
+        async with asyncio.timeout(10):
+            while cast.instance.stats.version < step:
+                await cast.instance.report()
+        await cast.instance.report()  # says that it has loaded the version
         await cast.finish(2)
         batch = await cast.trainer.next_batch(step)
         await cast.trainer.publish(step + 1, batch.batch)
