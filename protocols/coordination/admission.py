@@ -76,8 +76,6 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Groups are gathered while a sealed batch exists."""
     gather_s: float = 0.0
     """Average of the seconds starved in a step while groups are gathered."""
-    wait_s: float = 0.0
-    """Average of the seconds that the trainer waits for a batch in a step."""
     seconds: float = 0.0
     pinned_s: float = 0.0
     starved_s: float = 0.0
@@ -91,8 +89,11 @@ def paced(pace: Pace, step: Step, most: float) -> Pace:
     pinned_s = HISTORY_WEIGHT * pace.pinned_s + step.pinned_s
     starved_s = HISTORY_WEIGHT * pace.starved_s + step.starved_s
     under_way_s = HISTORY_WEIGHT * pace.under_way_s + step.under_way * step.seconds
-    wait_s = _averaged(pace.wait_s, step.pinned_s + step.starved_s)
-    gather_s = _averaged(pace.gather_s, step.starved_s) if pace.gathers else GATHER_COST_WEIGHT * pace.gather_s
+    wait_s = (1 - HISTORY_WEIGHT) * (pinned_s + starved_s)  # average of a step
+    if pace.gathers:
+        gather_s = HISTORY_WEIGHT * pace.gather_s + (1 - HISTORY_WEIGHT) * step.starved_s
+    else:
+        gather_s = GATHER_COST_WEIGHT * pace.gather_s
     pinned = pinned_s > MAX_PINNED_SHARE * seconds
     gathers = pinned and wait_s > MIN_WAIT * gather_s
     if gathers:
@@ -108,16 +109,11 @@ def paced(pace: Pace, step: Step, most: float) -> Pace:
         margin=margin,
         gathers=gathers,
         gather_s=gather_s,
-        wait_s=wait_s,
         seconds=seconds,
         pinned_s=pinned_s,
         starved_s=starved_s,
         under_way_s=under_way_s,
     )
-
-
-def _averaged(average: float, value: float) -> float:
-    return HISTORY_WEIGHT * average + (1 - HISTORY_WEIGHT) * value
 
 
 def first_paced(pace: Pace, starved_s: float, most: float) -> Pace:

@@ -33,7 +33,7 @@ class Pacing:
         self._blocked = False
         self._delivered = -1
         self._looked_ms = -1
-        self._began = False
+        self._has_leased = False
         """Groups have been leased since this process started."""
         self._began_ms = 0
         self._pinned_ms = 0
@@ -64,8 +64,8 @@ class Pacing:
             self._next(machine.version, now_ms)
         counts = machine.state_counts()
         self._under_way = counts["leased"] + counts["pushed"]
-        if not self._began:  # engines may still load the first version
-            self._began = machine.version > 0 or self._under_way > 0
+        if not self._has_leased:  # engines may still load the first version
+            self._has_leased = machine.version > 0 or self._under_way > 0
             self._pinned_ms = self._starved_ms = self._blocked_ms = 0
         self._looked_ms = now_ms
         step = self._waiting_step() if machine.version >= 0 else None
