@@ -115,6 +115,8 @@ def model_rows(overrides: Sequence[str], seeds: int) -> list[Row]:
 @click.option("--model", is_flag=True, help="A real engine and trainer; one run for each seed.")
 @click.option("--markdown", is_flag=True, help="For bench/results/.")
 def main(overrides: tuple[str, ...], seeds: int, virtual_only: bool, model: bool, markdown: bool) -> None:
+    if virtual_only and model:
+        raise click.UsageError("--virtual and --model exclude each other")
     result = model_rows(overrides, seeds) if model else rows(overrides, seeds, real_time=not virtual_only)
     cells = [row.cells() for row in result]
     if markdown:
