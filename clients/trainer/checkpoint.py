@@ -6,7 +6,7 @@ any instant leaves its older checkpoints intact.
 
 A disk has no fencing: a trainer whose successor has joined may still write here. Therefore the checkpoints that the run
 relies on stay: older ones are removed only after the run has accepted a newer one, and those of a later lineage are
-neither removed nor replaced.
+neither removed nor replaced. Unfinished ones carry the term of their trainer, and only a later trainer removes them.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ import msgspec
 
 from staleflow.configs.durable_files import make_folder, sync_path, sync_tree
 from staleflow.configs.loading.presence import ADAPTER
-from staleflow.protocols.consistency.ids import BatchId, Lineage, Version
+from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, Version
 from staleflow.store.sealed_json import seal, unseal
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Damage:
 
 
 class Overtaken(Exception):
-    """A later lineage has saved this version, or removed the directory being written; the text gives the cause."""
+    """A later trainer has saved this version, or removed the directory being written; the text gives the cause."""
 
 
 class Checkpoints:
@@ -91,6 +91,8 @@ class Checkpoints:
         self.folder = folder
         self._run = run
         self.keep = keep
+        self.term = TrainerTerm(0)
+        """The term of the trainer that writes here, once it has joined."""
         self.damaged: list[Damage] = []
         """The checkpoints that ``newest`` found damaged, newest first."""
 
@@ -106,7 +108,7 @@ class Checkpoints:
 
     def begin(self, state: TrainerState) -> Path:
         """Return a new directory for the files of a checkpoint. It is no checkpoint before ``finish``."""
-        part = self._temporary_name(state.version, state.lineage)
+        part = self._temporary_name(state.version)
         make_folder(self.folder)
         part.mkdir()
         return part
@@ -146,7 +148,7 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a missing folder
             if part.exists():
                 raise
-            raise Overtaken(f"a trainer of a later lineage has removed {part}") from error
+            raise Overtaken(f"a later trainer has removed {part}") from error
 
     def tidy(self, state: TrainerState, oldest: Version) -> None:
         """Delete the oldest checkpoints, and those of fenced trainers after ``state``, which the run has registered.
@@ -197,20 +199,20 @@ class Checkpoints:
     def drop_after(self, state: TrainerState, refused: Collection[TrainerState] = ()) -> None:
         """Remove later versions of earlier lineages, and those that the run has ``refused``.
 
-        They belong to an abandoned history. Its unfinished checkpoints are removed as well.
+        They belong to an abandoned history. What earlier trainers left unfinished is removed as well.
         """
 
         def obsolete(other: TrainerState | None) -> bool:
             return other is None or other.lineage < state.lineage or other in refused
 
         for path in self.paths():
-            aside = self._temporary_name(Version(int(path.name)), state.lineage)
+            aside = self._temporary_name(Version(int(path.name)))
             if int(path.name) > state.version and self._move_if(path, aside, obsolete) is not None:
                 log.warning("checkpoint %s removed: its history was abandoned", path)
                 shutil.rmtree(aside, ignore_errors=True)
         for path in self.folder.glob(f"*{_PART}"):
-            _, lineage, *_ = path.name.split(".")
-            if lineage.isdecimal() and int(lineage) < state.lineage:
+            _, term, *_ = path.name.split(".")
+            if term.isdecimal() and int(term) < self.term:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _head(self, path: Path) -> Head:
@@ -251,9 +253,9 @@ class Checkpoints:
         except DamagedCheckpoint:
             return None
 
-    def _temporary_name(self, version: Version, lineage: Lineage) -> Path:
+    def _temporary_name(self, version: Version) -> Path:
         """Return a unique name that readers ignore."""
-        return self.folder / f"{version}.{lineage}.{secrets.token_hex(4)}{_PART}"
+        return self.folder / f"{version}.{self.term}.{secrets.token_hex(4)}{_PART}"
 
     def paths(self) -> list[Path]:
         """Return checkpoints, complete or damaged, newest first. Those of other runs are neither used nor removed."""
@@ -265,7 +267,7 @@ class Checkpoints:
 
     def _replace(self, part: Path, final: Path, lineage: Lineage) -> None:
         """Rename ``part`` to ``final``, first moving a fenced trainer's directory away: a rename cannot replace one."""
-        temporary = self._temporary_name(Version(int(final.name)), lineage)
+        temporary = self._temporary_name(Version(int(final.name)))
         aside = self._move_if(final, temporary, lambda other: other is None or other.lineage <= lineage)
         try:
             part.rename(final)

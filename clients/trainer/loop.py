@@ -168,6 +168,7 @@ class TrainingLoop:
                 if self._checkpoints.paths() == before:  # otherwise another trainer has saved one meanwhile: retry
                     raise self._nothing_left(refused, str(error)) from error
         self._state = msgspec.structs.replace(state, lineage=reply.lineage)
+        self._checkpoints.term = reply.trainer_term
         source = "the initial model" if path is None else str(path)
         for damage in self._checkpoints.set_aside(self._state):
             version, _, _ = damage.path.name.partition(".")
