@@ -12,13 +12,16 @@ from msgspec import Meta, field
 from staleflow.configs.section import NonNegative, NonNegativeFloat, Section, Text
 
 
-class SchedulerCosts(Section, frozen=True, kw_only=True):
+class MeasuredCosts(Section, frozen=True, kw_only=True):
+    source: Text = ""
+    """Command, machine and conditions of the measurement."""
+
+
+class SchedulerCosts(MeasuredCosts, frozen=True, kw_only=True):
     """CPU of the scheduler, one process: messages wait for its core in the order of their arrival. It handles all
     waiting messages, up to 128, in one drain, and replies after the commit at its end.
     """
 
-    source: Text = ""
-    """Command, machine and conditions of the measurement."""
     drain_s: NonNegativeFloat = 0.0
     """CPU seconds of a drain: commit and trace. Drains that contain nothing but reports commit nothing."""
     message_s: NonNegativeFloat = 0.0
@@ -34,11 +37,9 @@ class SchedulerCosts(Section, frozen=True, kw_only=True):
     """CPU seconds in each second for each attached engine, beyond its messages: decisions of the coordination cycle."""
 
 
-class ShardCosts(Section, frozen=True, kw_only=True):
+class ShardCosts(MeasuredCosts, frozen=True, kw_only=True):
     """CPU of a trajectory server, one process each: requests wait for its core in the order of their arrival."""
 
-    source: Text = ""
-    """Command, machine and conditions of the measurement."""
     push_group_s: NonNegativeFloat = 0.0
     """CPU seconds to take a pushed group: leases, digests, store, reward queue."""
     push_gib_s: NonNegativeFloat = 0.0
@@ -49,39 +50,33 @@ class ShardCosts(Section, frozen=True, kw_only=True):
     """CPU seconds for each GiB that the trainer fetches."""
 
 
-class WireCosts(Section, frozen=True, kw_only=True):
+class WireCosts(MeasuredCosts, frozen=True, kw_only=True):
     """The connection between a client and a server. Each client has one to each server; the frames of a message occupy
     it, in each direction, and its header takes only ``latency_s``.
     """
 
-    source: Text = ""
-    """Command, machine and conditions of the measurement."""
     latency_s: NonNegativeFloat = 0.0
     """Seconds of one way."""
     gib_s: NonNegativeFloat = 0.0
     """Seconds for each GiB of frames: the inverse of the bandwidth."""
 
 
-class PublishCosts(Section, frozen=True, kw_only=True):
+class PublishCosts(MeasuredCosts, frozen=True, kw_only=True):
     """From the end of a train step until its version is registered. ``trainer.overlap_publish`` decides whether the
     next step trains meanwhile; it waits before its optimizer changes the weights.
     """
 
-    source: Text = ""
-    """Command, machine and conditions of the measurement."""
     fixed_s: NonNegativeFloat = 0.0
     """Seconds of a version of no size."""
     gib_s: NonNegativeFloat = 0.0
     """Seconds for each GiB of ``simulation.model_gib``."""
 
 
-class PullCosts(Section, frozen=True, kw_only=True):
+class PullCosts(MeasuredCosts, frozen=True, kw_only=True):
     """From the order to load a version until its bytes are at the engine, which continues meanwhile. Replaces
     ``simulation.pull_s``.
     """
 
-    source: Text = ""
-    """Command, machine and conditions of the measurement."""
     fixed_s: NonNegativeFloat = 0.0
     """Seconds of a version of no size."""
     gib_s: NonNegativeFloat = 0.0
@@ -90,18 +85,16 @@ class PullCosts(Section, frozen=True, kw_only=True):
     """Seconds for each GiB beyond ``gib_s``, for engines of a ``simulation.fleet`` with ``remote``."""
 
 
-class LoadCosts(Section, frozen=True, kw_only=True):
+class LoadCosts(MeasuredCosts, frozen=True, kw_only=True):
     """The pause of an engine that loads weights. Replaces ``simulation.load_s``."""
 
-    source: Text = ""
-    """Command, machine and conditions of the measurement."""
     fixed_s: NonNegativeFloat = 0.0
     """Seconds of a version of no size."""
     gib_s: NonNegativeFloat = 0.0
     """Seconds for each GiB of ``simulation.model_gib``."""
 
 
-class EngineCosts(Section, frozen=True, kw_only=True):
+class EngineCosts(MeasuredCosts, frozen=True, kw_only=True):
     """Prefill and decode of an engine of speed 1. Replaces ``simulation.prefill_s`` and the ``k1`` to ``k4`` of
     ``[rollout.simulated]``.
 
@@ -111,8 +104,6 @@ class EngineCosts(Section, frozen=True, kw_only=True):
     experts_s * share, k3 * n) + k4`` seconds, with the share of the experts that are chosen.
     """
 
-    source: Text = ""
-    """Command, machine and conditions of the measurement."""
     prefill_s: NonNegativeFloat = 0.0
     """Seconds for each token of prefill."""
     k1: NonNegativeFloat = 0.0
@@ -131,11 +122,9 @@ class EngineCosts(Section, frozen=True, kw_only=True):
     """Seconds to read the weights of all experts once."""
 
 
-class RewardCosts(Section, frozen=True, kw_only=True):
+class RewardCosts(MeasuredCosts, frozen=True, kw_only=True):
     """From the push of a group until it may be trained. Replaces ``simulation.reward_s``."""
 
-    source: Text = ""
-    """Command, machine and conditions of the measurement."""
     group_s: NonNegativeFloat = 0.0
     """Seconds for which a group occupies a reward worker. Each of the ``reward.workers`` scores one group after
     another; groups wait for a free one, before ``fixed_s``."""
@@ -149,13 +138,11 @@ class RewardCosts(Section, frozen=True, kw_only=True):
     """``lognormal``: standard deviation of the logarithm."""
 
 
-class TrainerCosts(Section, frozen=True, kw_only=True):
+class TrainerCosts(MeasuredCosts, frozen=True, kw_only=True):
     """A train step. Replaces ``trainer.simulated_step_s``. A streaming trainer pays ``fixed_s`` with a step's last
     groups.
     """
 
-    source: Text = ""
-    """Command, machine and conditions of the measurement."""
     fixed_s: NonNegativeFloat = 0.0
     """Seconds of a step of no size: optimizer, metrics."""
     token_s: NonNegativeFloat = 0.0
@@ -167,11 +154,9 @@ class TrainerCosts(Section, frozen=True, kw_only=True):
     recorded."""
 
 
-class CheckpointCosts(Section, frozen=True, kw_only=True):
+class CheckpointCosts(MeasuredCosts, frozen=True, kw_only=True):
     """A checkpoint, every ``trainer.checkpoint_every`` steps and at the end."""
 
-    source: Text = ""
-    """Command, machine and conditions of the measurement."""
     fixed_s: NonNegativeFloat = 0.0
     """Seconds of a checkpoint of no size."""
     gib_s: NonNegativeFloat = 0.0

@@ -84,7 +84,15 @@ def _default(field: kinds.Field) -> str:
 
 
 def field_docs(cls: type[Struct]) -> dict[str, str]:
-    """Return the docstring below each field of a struct, by field name; "" if it has none."""
+    """Return the docstring below each field of a struct and its bases, by field name; "" if it has none."""
+    sentences: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if base is not Struct and issubclass(base, Struct):
+            sentences |= {name: text for name, text in _own_docs(base).items() if text or name not in sentences}
+    return sentences
+
+
+def _own_docs(cls: type[Struct]) -> dict[str, str]:
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     body = cast(ast.ClassDef, tree).body
     sentences: dict[str, str] = {}

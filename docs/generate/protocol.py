@@ -212,10 +212,7 @@ def _message(cls: type[Struct], unused: set[str], *, sent: bool) -> Iterator[str
         return
     if not info.fields:
         return
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if base not in (object, Struct) and issubclass(base, Struct):
-            docs |= {name: text for name, text in field_docs(base).items() if text}
+    docs = field_docs(cls)
     yield from ("| place | field | type | default | meaning |", "|---|---|---|---|---|")
     first = 0 if info.tag is None else 1
     for place, field in enumerate(info.fields, start=first):
