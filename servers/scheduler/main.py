@@ -39,6 +39,8 @@ GC_OBJECTS = 50_000
 """Allocations between two garbage collections. Messages are short-lived and contain no reference cycles."""
 CYCLE_DELAY_S = 0.002
 """Delay before the next coordination cycle when one cycle left work undone."""
+DRAIN_NOTICE_S = 1.0
+"""Maximum time for which a stopping scheduler waits until its rollout workers know of the drain."""
 
 
 def serve(config: Config, run_dir: Path, session: str = "") -> int:
@@ -216,6 +218,7 @@ async def serve_until(
             if task.done():
                 task.result()
         service.drain()
+        await _until_drain_is_known(service)
         service.close(stop.why)
     finally:
         ticking.cancel()
@@ -225,6 +228,19 @@ async def serve_until(
             await scraped.close()
         interpreter.trace.close()
         await asyncio.gather(serving, ticking, ended, return_exceptions=True)
+
+
+async def _until_drain_is_known(service: Service) -> None:
+    """Keep serving until every live rollout worker has been told to leave, at most ``DRAIN_NOTICE_S``.
+
+    A worker without an open report sends the next one soon. If nobody answered it, a worker that was attached by hand
+    would wait for the next scheduler.
+    """
+    service.flush()
+    for _ in range(int(DRAIN_NOTICE_S / TICK_INTERVAL_S)):
+        if service.drain_known:
+            return
+        await asyncio.sleep(TICK_INTERVAL_S)
 
 
 def _wake_later(wake: Callable[[], None]) -> None:

@@ -565,6 +565,12 @@ class Service:
         self.phase.stopping = True
         self._instances.drain()
 
+    @property
+    def drain_known(self) -> bool:
+        """True once every live rollout worker has been told of the drain."""
+        processes = ((instance, self._registry.get(instance.worker)) for instance in self._instances)
+        return all(instance.drain_sent or process is None or not process.alive for instance, process in processes)
+
     def _enter(self) -> None:
         """Store the phase with the next commit, and apply its consequences."""
         now = self._clock.now_ms()

@@ -267,8 +267,8 @@ class Rollout:
     async def attach(self, capacity: int) -> None:
         self.scheduler = self.run.client(self.run.where.scheduler, self.worker)
         self.shards = [self.run.shard(self.worker, shard) for shard in range(len(self.run.where.trajectories))]
-        slot = "rollout-0"  # as under one supervisor: the next worker succeeds this one at once
-        hello = Attach(worker=self.worker, name="rollout-0", role="rollout", capacity=capacity, slot=slot)
+        name = self.worker.rpartition(".")[0]  # also its slot, as under a supervisor: the next worker succeeds it
+        hello = Attach(worker=self.worker, name=name, role="rollout", capacity=capacity, slot=name)
         await eventually(lambda: self._all_shards(hello))
 
     async def _all_shards(self, hello: Attach) -> bool:

@@ -34,8 +34,11 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture(autouse=True)
 def free(service: Service) -> Iterator[None]:
-    """The parameter server runs again after every test."""
+    """The parameter server runs again after every test, and no timer of a test releases it in the next one."""
     yield
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
     service.processes["parameters"].send_signal(signal.SIGCONT)
 
 
