@@ -66,7 +66,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
         overrides=("model.lora.rank=16", "trainer.lr=2e-4", "trainer.batch_size=4", "rollout.max_inflight=32"),
         steps=12,
         evaluate_every=3,
-        goal=0.3,
+        goal=0.4,
         score="staleflow.examples.reasoning:reward",
         held_out=64,
         end="\n",
