@@ -7,6 +7,7 @@ batch after the other as in a run, and order the other half, which they never sa
 expected and real lengths, over all questions, and the mean over tasks of the tau within a task:
 
 - *prompt length*: the number of characters of the question, without learning
+- *task*: the mean of the seen answers to questions of the same task
 - *learned*: the shipped ranker (``coordination.ranker = "learned"``), from features of the text of a question
 - *a small model*: ridge regression from the last hidden state of the model itself after the prompt, after StreamRL
   (arXiv 2504.15930), whose ranker is a small language model that is trained to order prompts by length
@@ -90,15 +91,15 @@ def answer(asked: Sequence[Question], engine: TransformersEngine, encode: Encode
         question.cut = max(lengths) >= MAX_NEW_TOKENS
 
 
-def answered(asked: list[Question], model: Any, tokenizer: Any, samples: int, file: Path | None) -> list[Question]:
+def answered(
+    asked: list[Question], engine: TransformersEngine, encode: Encode, samples: int, file: Path | None
+) -> list[Question]:
     """Return the questions with their lengths, those in ``file`` first; add the others to it, some at a time."""
     known = list[Question]()
     if file is not None and file.exists():
         known = msgspec.json.decode(file.read_bytes(), type=list[Question])
         if [one.prompt for one in known[: len(asked)]] != [one.prompt for one in asked[: len(known)]]:
             raise click.UsageError(f"--lengths {file} has other questions: another seed, number or set of tasks")
-    engine = TransformersEngine(model, [tokenizer.eos_token_id], slots=SLOTS)
-    encode = encoder(tokenizer, chat_template=True)
     starts = range(len(known), len(asked), SLOTS)
     for start in tracked("questions", starts):
         part = asked[start : start + SLOTS]
@@ -122,9 +123,8 @@ def learned(seen: Sequence[Question], unseen: Sequence[Question]) -> Array:
 
 
 @torch.inference_mode()
-def hidden(asked: Sequence[Question], model: Any, tokenizer: Any) -> Array:
+def hidden(asked: Sequence[Question], model: Any, encode: Encode) -> Array:
     """Return the last hidden state after each prompt, [len(asked), width]."""
-    encode = encoder(tokenizer, chat_template=True)
     states: list[Array] = []
     for question in tracked("prompts", asked, lambda one: one.task):
         ids = torch.from_numpy(encode(question.prompt).astype(np.int64))[None]
@@ -162,16 +162,22 @@ def main(count: int, samples: int, tasks: list[str], seed: int, lengths: Path | 
         build(Path(folder, "model"), 0)
         model = load_model(Path(folder, "model"), "float32", torch.device("cpu"))
         tokenizer = open_tokenizer(Path(folder, "model"))
-    asked = answered(questions(tasks, count, seed), model, tokenizer, samples, lengths)
+    engine, encode = (
+        TransformersEngine(model, [tokenizer.eos_token_id], slots=SLOTS),
+        encoder(tokenizer, chat_template=True),
+    )
+    asked = answered(questions(tasks, count, seed), engine, encode, samples, lengths)
     half = len(asked) // 2
     seen, unseen = asked[:half], asked[half:]
     began = time.perf_counter()
-    states = hidden(asked, model, tokenizer)
+    states = hidden(asked, model, encode)
     hidden_ms = 1000 * (time.perf_counter() - began) / len(asked)
     known = [_log_mean(question.groups[0]) for question in seen]
     small = RidgeCV(ALPHAS).fit(states[:half], known).predict(states[half:])
+    means = {task: statistics.fmean(_log_mean(one.groups[0]) for one in seen if one.task == task) for task in tasks}
     rows: dict[str, tuple[float, float]] = {
         "prompt length": tau([len(question.prompt) for question in unseen], unseen),
+        "task": tau([means[question.task] for question in unseen], unseen),
         "learned": tau(learned(seen, unseen), unseen),
         "a small model": tau(small, unseen),
         "history": tau([_log_mean(question.groups[1]) for question in unseen], unseen),

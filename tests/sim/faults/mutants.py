@@ -934,6 +934,7 @@ MUTANTS = (
         ("slow disk", "a stage worker fails everything"),
         seed=47,
         epochs=1,
+        long=True,
     ),
     Mutant(
         "a worker takes the name of a live one",
