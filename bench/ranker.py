@@ -63,8 +63,6 @@ class Question(msgspec.Struct, kw_only=True):
     task: str
     prompt: str
     groups: list[list[int]] = []
-    cut: bool = False
-    """An answer reached ``MAX_NEW_TOKENS``."""
 
 
 def questions(tasks: Sequence[str], count: int, seed: int) -> list[Question]:
@@ -88,7 +86,6 @@ def answer(asked: Sequence[Question], engine: TransformersEngine, encode: Encode
     for number, question in enumerate(asked):
         lengths = [finished[name] for name in range(number * 2 * samples, (number + 1) * 2 * samples)]
         question.groups = [lengths[:samples], lengths[samples:]]
-        question.cut = max(lengths) >= MAX_NEW_TOKENS
 
 
 def answered(
@@ -162,10 +159,8 @@ def main(count: int, samples: int, tasks: list[str], seed: int, lengths: Path | 
         build(Path(folder, "model"), 0)
         model = load_model(Path(folder, "model"), "float32", torch.device("cpu"))
         tokenizer = open_tokenizer(Path(folder, "model"))
-    engine, encode = (
-        TransformersEngine(model, [tokenizer.eos_token_id], slots=SLOTS),
-        encoder(tokenizer, chat_template=True),
-    )
+    engine = TransformersEngine(model, [tokenizer.eos_token_id], slots=SLOTS)
+    encode = encoder(tokenizer, chat_template=True)
     asked = answered(questions(tasks, count, seed), engine, encode, samples, lengths)
     half = len(asked) // 2
     seen, unseen = asked[:half], asked[half:]
@@ -184,11 +179,11 @@ def main(count: int, samples: int, tasks: list[str], seed: int, lengths: Path | 
     }
     every = [length for question in asked for group in question.groups for length in group]
     low, middle, high = np.quantile(every, (0.1, 0.5, 0.9))
-    cut = statistics.fmean(question.cut for question in asked)
+    cut = statistics.fmean(length >= MAX_NEW_TOKENS for length in every)
     click.echo(
         f"{len(asked)} questions of {len({one.task for one in asked})} tasks, two groups of {len(asked[0].groups[0])}; "
-        f"tokens of an answer: median {middle:.0f}, 10 % and 90 % {low:.0f} and {high:.0f}; {cut:.0%} of the questions "
-        f"have an answer cut at {MAX_NEW_TOKENS}; the small model takes {hidden_ms:.1f} ms a prompt\n"
+        f"tokens of an answer: median {middle:.0f}, 10 % and 90 % {low:.0f} and {high:.0f}; {cut:.0%} of the "
+        f"answers cut at {MAX_NEW_TOKENS}; the small model takes {hidden_ms:.1f} ms a prompt\n"
     )
     click.echo("| ranker | tau | within a task |\n| --- | ---: | ---: |")
     for name, (overall, within) in rows.items():
