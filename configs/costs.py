@@ -13,6 +13,8 @@ from staleflow.configs.section import NonNegative, NonNegativeFloat, Section, Te
 
 
 class MeasuredCosts(Section, frozen=True, kw_only=True):
+    """What every table of the cost file has."""
+
     source: Text = ""
     """Command, machine and conditions of the measurement."""
 
