@@ -1,6 +1,8 @@
 """A scheduler that is stopped first tells every rollout worker that no more work follows."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -32,14 +34,22 @@ class Stopping(Run):
         return task
 
 
+@asynccontextmanager
+async def stopping(run_dir: Path) -> AsyncGenerator[Stopping]:
+    run = Stopping(run_dir)
+    try:
+        run.scheduler()
+        run.trajectories()
+        yield run
+    finally:
+        await run.close()
+
+
 async def test_a_worker_that_reports_after_the_stop_is_told_to_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(main, "DRAIN_NOTICE_S", 60.0)
-    run = Stopping(tmp_path)
-    try:
-        run.scheduler()
-        run.trajectories()
+    async with stopping(tmp_path) as run:
         told, silent, left = [await run.rollout(f"rollout-{number}") for number in range(3)]
         for rollout in (told, silent, left):
             assert not (await report(rollout)).drain
@@ -50,19 +60,12 @@ async def test_a_worker_that_reports_after_the_stop_is_told_to_leave(
         assert not done, "one worker does not know yet"
         assert (await report(silent)).drain
         await asyncio.wait_for(task, 20)
-    finally:
-        await run.close()
 
 
 async def test_a_worker_that_does_not_report_delays_the_stop_for_a_moment_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(main, "DRAIN_NOTICE_S", 0.2)
-    run = Stopping(tmp_path)
-    try:
-        run.scheduler()
-        run.trajectories()
+    async with stopping(tmp_path) as run:
         await run.rollout()
         await asyncio.wait_for(run.stop_scheduler(), 20)
-    finally:
-        await run.close()
