@@ -68,7 +68,6 @@ def test_what_it_names_is_there_and_its_reward_is_one(cli: Cli, short_dir: Path)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_it_learns_as_it_is(cli: Cli, short_dir: Path) -> None:
     cli("init", "t")
     said = cli("run", "t/config.toml", "--run-dir", "r", "--json", timeout_s=280.0)

@@ -251,7 +251,6 @@ def test_a_line_that_cannot_follow_is_named(tmp_path: Path, ev: str, fields: dic
         Replay(forged(tmp_path, ev, **fields)).to_the_end()
 
 
-@pytest.mark.timeout(20)
 def test_a_pause_of_years_is_left_out_of_pictures_and_lines(tmp_path: Path) -> None:
     trace = forged(tmp_path, "occupy", m=9 * 10**18)
     to = io.StringIO()

@@ -12,7 +12,7 @@ import pytest
 from staleflow.supervisor.chaos import Kind, victims
 from tests.process.running import Run, audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 FAULTS = 8
 STEPS = 60

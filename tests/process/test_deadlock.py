@@ -6,7 +6,7 @@ import pytest
 
 from tests.process.running import Run, audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 END_S = 60
 

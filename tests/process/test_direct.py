@@ -7,7 +7,7 @@ import pytest
 
 from tests.process.running import Run, audited
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("machine"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("machine")]
 
 END_S = 300
 

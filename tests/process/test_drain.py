@@ -16,7 +16,7 @@ from staleflow.configs.loading.load import load, read_run, write_resolved
 from staleflow.net.errors import Unavailable
 from tests.process.running import CONFIGS, Run, audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 END_S = 120
 LONGER = ("trainer.steps=400", "trainer.checkpoint_every=5")

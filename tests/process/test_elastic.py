@@ -12,7 +12,7 @@ import pytest
 
 from tests.process.running import Run, audited
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine")]
 
 SMALL = (
     "rollout.workers=1",

@@ -7,7 +7,7 @@ import pytest
 
 from tests.process.running import Run, audited
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine")]
 
 POOLS = "[{workers=1, simulated={k2=0.03, sigma=0.2}}, {workers=1, simulated={k2=0.006, sigma=0.2}}]"
 """A slow engine and a fast one, which together starve the trainer; two fast ones feed it."""

@@ -16,7 +16,7 @@ import staleflow
 from staleflow.configs.loading.load import load, write_resolved
 from tests.process.running import CONFIGS, Run
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 END_S = 120
 LONGER = ("trainer.steps=400", "trainer.checkpoint_every=5")

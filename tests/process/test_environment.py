@@ -7,7 +7,7 @@ import pytest
 
 from tests.process.running import Run, audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 SMALL = (
     *("trainer.steps=4", "trainer.eval_every=2", "trainer.eval_prompts=16"),

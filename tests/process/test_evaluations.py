@@ -12,7 +12,7 @@ import pytest
 from staleflow.cli.main import main
 from tests.process.running import Run, audited
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine")]
 
 JUDGE = Path(__file__).parent / "judge.py"
 END_S = 120.0

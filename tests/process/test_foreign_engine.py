@@ -11,7 +11,7 @@ import pytest
 import staleflow
 from tests.process.running import ROOT, Run, audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(400)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 EXAMPLE = ROOT / "staleflow" / "examples" / "foreign_engine.py"
 

@@ -15,7 +15,7 @@ import pytest
 from tests.process.running import CONFIGS
 from tests.process.terminal import own_terminal
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 
 @pytest.mark.parametrize("words", [(), ("--plain",)], ids=["live", "plain"])

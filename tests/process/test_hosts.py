@@ -16,7 +16,6 @@ from tests.process.hosts import Hosts, possible
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(420),
     pytest.mark.skipif(not possible(), reason="network namespaces need root and iproute2"),
 ]
 

@@ -8,7 +8,7 @@ import pytest
 from tests.audit.reconcile import prove
 from tests.process.kills import NO_STALE, Tally, campaign
 
-pytestmark = [pytest.mark.xdist_group("machine")]
+pytestmark = pytest.mark.xdist_group("machine")
 
 
 def proven(tally: Tally, rounds: int) -> None:
@@ -19,7 +19,6 @@ def proven(tally: Tally, rounds: int) -> None:
     assert tally.events["consume"] > rounds
 
 
-@pytest.mark.timeout(240)
 async def test_what_was_acknowledged_survives_twenty_kills(run_dir: Path) -> None:
     """Synced commits take longer, so more of the kills hit one; `make faults` also kills without syncing.
 
@@ -34,7 +33,6 @@ async def test_what_was_acknowledged_survives_twenty_kills(run_dir: Path) -> Non
     pytest.fail("void: three campaigns hit too few commits")
 
 
-@pytest.mark.timeout(120)
 async def test_a_server_that_drains_under_load_loses_and_doubles_nothing(run_dir: Path) -> None:
     tally = await campaign(run_dir, rounds=5, seed=2, number=signal.SIGTERM)
     proven(tally, 5)

@@ -15,7 +15,7 @@ from tests.process.fleet import Fleet
 from tests.process.running import audited
 from tests.process.test_killed_workers import until
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 DEATH_S = 60.0
 KEPT = 0.95

@@ -17,7 +17,7 @@ from tests.process.actors import Rewarder, Trainer
 from tests.process.fleet import Fleet
 from tests.process.running import audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 LEASE_S = 2.0
 ZOMBIES = 20

@@ -9,7 +9,7 @@ import pytest
 from staleflow.cli.main import main
 from tests.process.running import ROOT, Run, audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 REWARD = ROOT / "tests" / "clients" / "evaluation" / "judges.py"
 SMALL = (

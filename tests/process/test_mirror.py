@@ -16,7 +16,7 @@ from tests.object_store import S3Server
 from tests.process.hosts import possible
 from tests.process.running import Run, audited
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("s3"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("s3")]
 
 END_S = 90
 SMALL = ("rollout.workers=1", "trainer.steps=5000", "trainer.simulated_step_s=0.2", "trainer.eval_prompts=0")

@@ -28,7 +28,7 @@ from tests.clients.rollout.peers import assign
 from tests.process.running import audited
 from tests.servers.running import WEIGHTS, Run, StageWorker, eventually
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 STEPS = 6
 

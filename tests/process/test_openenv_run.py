@@ -12,7 +12,7 @@ pytest.importorskip("openenv")
 
 from tests.examples.environments.guessing import serving
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(500)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 END_S = 400
 ENVIRONMENT = "staleflow.examples.environments.openenv_env"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.process.running import ROOT, Run, audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(200)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 OWN = ROOT / "tests" / "process" / "own_trainer.py"
 

@@ -15,7 +15,7 @@ from tests.process.running import Run, audited
 CLIENT = Path(__file__).parent / "plain_client.py"
 END_S = 120
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 
 def test_the_client_needs_nothing_of_staleflow() -> None:

@@ -19,7 +19,7 @@ from tests.process import actors
 from tests.process.running import Run, audited
 from tests.servers.running import payload
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 END_S = 120
 STEPS, GROUP_SIZE = 6, 4

@@ -15,7 +15,7 @@ from staleflow.configs.rules.coordination import groups_held
 from staleflow.protocols.coordination.overbooking import MAX_OVERBOOKING
 from tests.process.running import Run, audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 NARROW, WIDE, GUEST = 4, 32, 8
 GROUP_SIZE = 4

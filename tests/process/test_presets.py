@@ -13,7 +13,6 @@ SMOKE = Path(__file__).parent.parent.parent / "configs" / "smoke.toml"
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 @pytest.mark.xdist_group("machine")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_trains_and_keeps_its_bound(name: str, short_dir: Path) -> None:

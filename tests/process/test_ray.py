@@ -17,7 +17,7 @@ import pytest
 from staleflow.trace.audit.report import audit
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
 

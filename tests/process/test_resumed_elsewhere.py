@@ -6,7 +6,7 @@ import pytest
 
 from tests.process.running import Run, audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 END_S = 120
 SMOKE = ("trainer.checkpoint_every=2", "trainer.eval_prompts=0", "rollout.workers=1")

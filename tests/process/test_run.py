@@ -10,7 +10,7 @@ import pytest
 
 from tests.process.running import Run, audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 LONGER = ("trainer.steps=40", "trainer.checkpoint_every=5", "scheduler.lease_s=3.0")
 END_S = 120

@@ -22,7 +22,7 @@ from staleflow.net.transport import Sockets
 from staleflow.protocols.consistency.effects import Code
 from tests.process.running import Run, audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 HOOK = Path(__file__).parent / "hook"
 STEPS = 400

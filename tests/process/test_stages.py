@@ -8,7 +8,7 @@ import pytest
 
 from tests.process.running import Run, audited
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine")]
 
 SMALL = (
     *("model.options.steps=10", "trainer.steps=4", "trainer.eval_every=0", "trainer.eval_prompts=0"),

@@ -13,7 +13,7 @@ import staleflow
 from staleflow.protocols.wire.messages import SUBMITTED_ROWS
 from tests.process.running import ROOT, Run, audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 SUBMITTED = ("prompts.source=", "prompts.submitted=true")
 BATCH, STEPS = 8, 12

@@ -10,7 +10,7 @@ pytest.importorskip("trl")
 
 from tests.process.running import ROOT, Run, audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(500)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 REWARD = ROOT / "tests" / "clients" / "user_code" / "rewards.py"
 """Differs within a group also for an untrained model."""

@@ -19,7 +19,7 @@ from staleflow.protocols.wire.tensors import Array, specs_and_frames
 from tests.process.running import ROOT, audited
 from tests.servers.running import Run, StageWorker, payload
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 TRAINER = Path(__file__).parent / "column_trainer.py"
 EXAMPLE = ROOT / "staleflow" / "examples" / "columns.py"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.process.running import ROOT, Run, audited
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 ENGINES = ROOT / "tests" / "clients" / "rollout" / "engines" / "user_engines.py"
 

@@ -15,7 +15,7 @@ from tests.process.running import Run, audited
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here: make test-vllm runs these tests", allow_module_level=True)
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 SMALL = (
     "rollout.engine=vllm",

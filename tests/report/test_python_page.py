@@ -63,7 +63,6 @@ def answers(path: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 async def test_every_block_of_the_page_runs(folder: Path) -> None:
     assert asyncio.get_running_loop().is_running()
     namespace: dict[str, object] = {}

@@ -68,7 +68,6 @@ def disk(short_dir: Path) -> Iterator[Disk]:
         _done("umount", "-l", str(disk.path))
 
 
-@pytest.mark.timeout(120)
 async def test_servers_on_a_disk_that_turns_read_only_refuse_writes_serve_reads_and_do_not_end(disk: Disk) -> None:
     power = {"durability": "power", "map_mb": 16}
     run = Run(disk.path / "run", scheduler=power, trajectories=power, parameters={"durability": "power"})

@@ -15,7 +15,7 @@ import pytest
 
 from staleflow.trace.audit.report import audit
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 SIMULATED = Path(__file__).parent.parent.parent / "configs" / "simulated.toml"
 QUICK = ("trainer.steps=8", "trainer.checkpoint_every=3", "rollout.simulated.k2=0.001", "trainer.simulated_step_s=0.05")

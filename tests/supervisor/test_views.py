@@ -22,7 +22,7 @@ from staleflow.supervisor.supervisor import Supervisor
 from staleflow.supervisor.view import SafeView, Snapshot
 from tests.supervisor.test_supervisor import QUICK, SIMULATED
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.xdist_group("machine")
 
 
 class Blind:

@@ -26,7 +26,7 @@ from staleflow.process.daemon import Stop
 from tests.clients.trainer.service import Service, serving
 from tests.clients.trainer.test_process import checkpoints, surviving_steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 LIMIT_S = 90.0
 SETTINGS = (

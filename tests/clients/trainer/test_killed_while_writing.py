@@ -11,7 +11,7 @@ from tests.clients.trainer.backends.test_backends import needs_deepspeed
 from tests.clients.trainer.service import Service, serving
 from tests.clients.trainer.test_process import checkpoints, surviving_steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 LIMIT_S = 240.0
 STEPS = 12

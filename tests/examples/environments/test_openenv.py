@@ -23,8 +23,6 @@ from staleflow.examples.environments.openenv_env import OpenEnv
 from staleflow.examples.environments.openenv_session import ServerError, Unavailable
 from tests.examples.environments.guessing import Serving, serving
 
-pytestmark = pytest.mark.timeout(180)
-
 HERE = Path(__file__)
 NUMBER = 40
 

@@ -221,7 +221,6 @@ def test_every_reachable_state_is_sound_and_goes_on(tiny: Tiny) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("tiny", DEEP, ids=named)
 def test_every_reachable_state_of_six_groups_is_sound_and_goes_on(tiny: Tiny) -> None:
     explore(tiny)

@@ -38,7 +38,6 @@ def case(mutant: Mutant) -> Any:
     return pytest.param(mutant, marks=marks, id=name)
 
 
-@pytest.mark.timeout(900)  # up to ``TRIES`` seeds, possibly on a shared processor
 @pytest.mark.parametrize("mutant", [case(mutant) for mutant in MUTANTS])
 def test_a_planted_bug_is_named_by_a_rule(mutant: Mutant) -> None:
     seen: list[list[tuple[str, str]]] = []

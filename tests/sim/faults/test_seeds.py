@@ -59,10 +59,7 @@ NEEDED = {
 }
 """Minimum of each counter of ``Outcome`` over all runs."""
 
-pytestmark = [
-    pytest.mark.xdist_group("faults"),
-    pytest.mark.timeout(900),
-]  # a seed needs 15 s of a processor, which may be shared
+pytestmark = pytest.mark.xdist_group("faults")
 
 
 @functools.cache

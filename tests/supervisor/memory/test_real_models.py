@@ -27,7 +27,6 @@ PARAMETERS = {"qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(450)
 @pytest.mark.parametrize(
     "name", [name if name == "qwen2.5-0.5b" else pytest.param(name, marks=pytest.mark.long) for name in SHAPES]
 )

@@ -249,7 +249,6 @@ def lineage_of_itself(lines: list[dict[str, Any]]) -> None:
     lines.insert(first(lines, "seal"), {**lines[first(lines, "seal")], **rollback})
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("forge", [huge_window, far_version, lineage_of_itself])
 def test_a_forged_number_is_a_violation_and_costs_no_more_time(
     tmp_path: Path, true_trace: bytes, forge: Callable[[list[dict[str, Any]]], None]

@@ -90,7 +90,6 @@ def test_a_model_without_a_router_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(250)
 def test_ranks_weight_it_by_their_tokens(tmp_path: Path) -> None:
     """Every pass has one trajectory on each rank, so that ranks and passes divide the batch alike."""
     directory, keys = saved(tmp_path / "model"), {"router_aux_coef": 0.25, "micro_tokens": 1}

@@ -111,7 +111,6 @@ def wide_model_directory(model_directory: Path, tmp_path_factory: pytest.TempPat
 
 @needs_torchao
 @pytest.mark.slow
-@pytest.mark.timeout(450)
 @pytest.mark.parametrize(("backend", "nproc"), [("torch", 1), pytest.param("ddp", 2, marks=pytest.mark.long)])
 def test_ranks_with_8_bit_moments_resume_bit_by_bit(
     wide_model_directory: Path, tmp_path: Path, backend: str, nproc: int

@@ -18,7 +18,7 @@ from staleflow.protocols.consistency.ids import Step, Version
 from tests.clients.trainer.making import batch, config
 from tests.clients.trainer.ranked import ranked
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
+pytestmark = pytest.mark.slow
 
 STEPS = 20
 STOP_AFTER = 9

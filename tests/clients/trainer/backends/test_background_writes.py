@@ -13,7 +13,7 @@ from tests.clients.trainer.backends.test_backends import case, settings
 from tests.clients.trainer.ranked import ranked
 from tests.clients.trainer.test_async_checkpoints import files
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 STEPS, SAVED_AFTER = [0, 1, 2, 3], 1
 

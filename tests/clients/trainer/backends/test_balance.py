@@ -13,7 +13,7 @@ from tests.clients.trainer.backends.test_backends import case, going_on, setting
 from tests.clients.trainer.making import batch, share
 from tests.clients.trainer.ranked import ranked
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
+pytestmark = pytest.mark.slow
 
 LONGEST = 8
 """The third group has four times the tokens of the two others together."""

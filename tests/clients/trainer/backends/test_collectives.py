@@ -20,7 +20,7 @@ from tests.clients.trainer.backends.test_backends import needs_deepspeed
 from tests.clients.trainer.service import Service, serving
 from tests.clients.trainer.test_process import checkpoints, surviving_steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 LIMIT_S = 300.0
 ENGINES = Path(__file__).parents[2] / "rollout" / "engines" / "user_engines.py"

@@ -65,7 +65,6 @@ def test_traced_layers_are_recomputed_by_gradient_checkpointing(model_directory:
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("keys", KINDS, ids=NAMES)
 def test_compiled_layers_take_the_same_steps(model_directory: Path, keys: dict[str, Any]) -> None:
     takes_the_same_steps_and_compiles_once(model_directory, keys)
@@ -73,7 +72,6 @@ def test_compiled_layers_take_the_same_steps(model_directory: Path, keys: dict[s
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_compiled_layers_train_and_resume_on_ranks(model_directory: Path, tmp_path: Path, backend: str) -> None:
     alone, saved = TorchTrainer(config(), model_directory), tmp_path / "saved"

@@ -138,7 +138,6 @@ def test_a_model_without_conversions_keeps_its_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(250)
 @pytest.mark.parametrize(("backend", "stage"), RANKS)
 def test_ranks_train_a_mixture_of_experts_that_none_of_them_loads(tmp_path: Path, backend: str, stage: int) -> None:
     directory = saved(tmp_path / "model", files=2)

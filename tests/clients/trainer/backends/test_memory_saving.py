@@ -94,7 +94,6 @@ def test_offloaded_activations_give_the_same_gradients_and_weights_are_not_copie
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(450)
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_offloaded_parameters_of_fsdp_train_and_resume_as_others(
     model_directory: Path, tmp_path: Path, nproc: int

@@ -21,7 +21,7 @@ from tests.clients.trainer.backends.test_backends import settings
 from tests.clients.trainer.making import batch
 from tests.clients.trainer.ranked import ranked
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 BEFORE, AFTER = [0, 1, 2], [3, 4, 5]
 

@@ -212,7 +212,6 @@ def test_a_dense_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(250)
 def test_ranks_with_sharded_weights_replay_the_records_of_the_rows_that_they_exchange(tmp_path: Path) -> None:
     directory = made(tmp_path / "model")
     sharded = config(router_replay=True, backend="fsdp")

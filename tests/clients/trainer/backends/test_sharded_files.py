@@ -194,7 +194,6 @@ RANKS = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(250)
 @pytest.mark.parametrize(("backend", "stage"), RANKS)
 def test_ranks_with_unequal_parts_hold_the_files_together(tmp_path: Path, backend: str, stage: int) -> None:
     directory = saved(tmp_path / "model", files=3, dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ from tests.clients.trainer.backends.test_backends import needs_deepspeed, settin
 from tests.clients.trainer.making import config
 from tests.clients.trainer.ranked import ranked
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(450)]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.mark.parametrize("nproc", [1, 3])

@@ -16,7 +16,7 @@ from tests.clients.trainer.backends.test_backends import case, going_on, setting
 from tests.clients.trainer.making import batch, members
 from tests.clients.trainer.ranked import ranked
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
+pytestmark = pytest.mark.slow
 
 GROUPS = 3
 """Ranks have two of them and one: with three mini-batches, each update has a rank without rows."""

@@ -13,7 +13,7 @@ from tests.clients.trainer.ranks.overlap_process import STEPS
 from tests.servers.parameters.test_service import versions
 from tests.servers.running import Run, produced
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
+pytestmark = pytest.mark.slow
 
 LIMIT_S = 400.0
 

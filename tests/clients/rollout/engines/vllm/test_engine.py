@@ -57,7 +57,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM itself emits many
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.xdist_group("vllm"),
-    pytest.mark.timeout(300),
 ]
 
 SLOTS = 4

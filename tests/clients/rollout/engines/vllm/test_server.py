@@ -36,7 +36,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM itself emits many
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.xdist_group("vllm"),
-    pytest.mark.timeout(300),
 ]
 
 OPTIONS = ("--max-model-len", "512", "--max-num-seqs", str(SLOTS), "--kv-cache-memory-bytes", str(1 << 20))

@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM itself emits many
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.xdist_group("vllm"),
-    pytest.mark.timeout(600),
     pytest.mark.skipif(usable_cores() < 2, reason="each rank needs a core"),
 ]
 
