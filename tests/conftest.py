@@ -1,4 +1,4 @@
-"""Async tests run on the event loop that the product uses."""
+"""Async tests run on the event loop that the product uses; no test has a limit of time of its own."""
 
 import asyncio
 import os
@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from hypothesis import settings
 
 from tests.object_store import S3Server, installed
+
+settings.register_profile("tests", deadline=None)  # an example that waits for a processor is no failure
+settings.load_profile("tests")
 
 # The interfaces of trl.experimental may change, says a warning at their import; the extra pins the version.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")

@@ -150,7 +150,7 @@ def labels_of(one: Object) -> Object:
     return dict(one["spec"].get("template", {}).get("metadata", {}).get("labels", {}))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @example(name="7b.run", stages=[])
 @example(name="x" * 80, stages=["b" * 40, "b" * 39])
 @given(

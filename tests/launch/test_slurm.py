@@ -92,6 +92,8 @@ exit {head}
 }
 """Exit codes of Slurm and of staleflow: a machine's step exits when scancel signals it."""
 STAYS = "while :; do sleep 0.1; done"
+SERVED = 'until grep -q serving "${0%/*}/said"; do sleep 0.1; done'
+"""Waits until the head has started."""
 
 
 def job(folder: Path, *, trainer: str = STAYS, rollout: str = STAYS, steps: int = 600, head: int = 0) -> Job:
@@ -116,7 +118,7 @@ def ended(tmp_path: Path) -> Iterator[Ended]:
 
     def wait(running: Job) -> tuple[int, list[str]]:
         jobs.append(running)
-        return running.wait(timeout=60), (tmp_path / "said").read_text().splitlines()
+        return running.wait(timeout=300), (tmp_path / "said").read_text().splitlines()
 
     yield wait
     for running in jobs:
@@ -128,8 +130,8 @@ def ended(tmp_path: Path) -> Iterator[Ended]:
 @pytest.mark.parametrize(
     ("trainer", "rollout", "code", "said"),
     [
-        ("sleep 0.3; exit 2", STAYS, 130, ["serving", "drained", "rollout left"]),
-        (STAYS, "sleep 0.3; exit 1", 130, ["serving", "trainer left", "drained"]),
+        (f"{SERVED}; exit 2", STAYS, 130, ["serving", "drained", "rollout left"]),
+        (STAYS, f"{SERVED}; exit 1", 130, ["serving", "trainer left", "drained"]),
     ],
     ids=["no trainer is left", "no engine is left"],
 )
@@ -140,7 +142,7 @@ def test_it_ends_when_nothing_is_left_of_a_part(
 
 
 def test_machines_of_a_run_that_ended_well_are_not_asked_to_leave(tmp_path: Path, ended: Ended) -> None:
-    saves = "sleep 2; echo saved; exit 0"
+    saves = f"{SERVED}; sleep 2; echo saved; exit 0"
     assert ended(job(tmp_path, trainer=saves, rollout="exit 0", steps=3)) == (0, ["serving", "saved"])
 
 

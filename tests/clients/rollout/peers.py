@@ -14,6 +14,7 @@ from staleflow.clients.weights import PulledVersion, Puller
 from staleflow.net.client import Client
 from staleflow.net.endpoint import Call, Endpoint
 from staleflow.net.errors import Refused
+from staleflow.net.limits import TransportLimits
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import (
@@ -39,6 +40,9 @@ from staleflow.protocols.wire.messages import (
 from staleflow.protocols.wire.partial_samples import partial_sha
 from staleflow.protocols.wire.tensors import arrays
 from staleflow.protocols.wire.trajectory import GroupPayload
+
+ONCE = TransportLimits(retry_s=30.0, retry_cap_s=30.0)
+"""Calls are recorded as often as they arrive: a reply that a busy machine reads late is no reason to ask again."""
 
 
 @dataclass
@@ -82,7 +86,7 @@ class Scheduler:
                 if self.waiting is not None and not self.waiting.done:
                     self.waiting.reply(Commands(first=1, commands=[], version=Version(0)))
                 self.waiting = call
-                if len(self.commands) > call.body.ack:
+                if len(self.commands) > call.body.ack or not call.body.wait_ms:
                     self._answer(call)
                 else:
                     asyncio.get_running_loop().call_later(0.05, self._answer, call)
@@ -229,6 +233,7 @@ class Stage:
     """Both peers, and the clients connected to them."""
 
     folder: Path
+    limits: TransportLimits = ONCE
     me: WorkerId = ME
     scheduler: Scheduler = field(default_factory=Scheduler)
     shard: Shard = field(default_factory=Shard)
@@ -240,7 +245,7 @@ class Stage:
             Endpoint(f"ipc://{self.folder}/shard", on_call=self.shard.hear),
         ]
         self.scheduler.left = lambda group, lease: self.shard.partials.get((group, lease))
-        self.clients = [Client(endpoint.address, worker=self.me) for endpoint in self.endpoints]
+        self.clients = [Client(endpoint.address, worker=self.me, limits=self.limits) for endpoint in self.endpoints]
 
     def open_scheduler(self) -> None:
         """Reopen the scheduler at the same address after it was closed."""

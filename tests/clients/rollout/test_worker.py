@@ -19,12 +19,13 @@ from staleflow.clients.rollout.worker import Worker
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.simulation import Simulated
 from staleflow.net.errors import Refused
+from staleflow.net.limits import TransportLimits
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import LeaseId, Version
 from staleflow.protocols.wire.messages import Abort, Interrupt
 from staleflow.protocols.wire.trajectory import Finish
 from tests.clients.rollout.engines.waiting import until
-from tests.clients.rollout.peers import ME, Stage, assign, pull
+from tests.clients.rollout.peers import ME, ONCE, Stage, assign, pull
 
 
 class Paced(SimulatedEngine):
@@ -73,12 +74,17 @@ class Play:
 
 @asynccontextmanager
 async def playing(
-    folder: Path, engine: Paced | None = None, *, started: int = 4, drain: bool = False
+    folder: Path,
+    engine: Paced | None = None,
+    *,
+    started: int = 4,
+    drain: bool = False,
+    limits: TransportLimits = ONCE,
 ) -> AsyncGenerator[Play]:
-    stage = Stage(folder)
+    stage = Stage(folder, limits)
     engine = engine or Paced()
     runner = EngineThread(engine, drain=drain)
-    recipe = Recipe(group_size=4, started=started, sampling=Sampling(max_new_tokens=10_000), seed=3)
+    recipe = Recipe(group_size=4, started=started, sampling=Sampling(max_new_tokens=10**6), seed=3)
     worker = Worker(stage.me, stage.clients[0], [stage.clients[1]], stage.weights, runner, text_bytes, recipe)
     play = Play(stage, worker, engine, runner)
     stage.scheduler.order(pull(0))
@@ -401,7 +407,7 @@ async def test_a_worker_that_leaves_delivers_what_is_done_and_says_goodbye(short
 
 
 async def test_a_scheduler_that_is_away_is_waited_for_while_the_engine_goes_on(short_dir: Path) -> None:
-    async with playing(short_dir, Paced(tokens=3000)) as play:
+    async with playing(short_dir, Paced(tokens=3000), limits=TransportLimits()) as play:
         await loaded(play)
         play.scheduler.order(assign(1))
         await until(lambda: play.scheduler.held == [1])

@@ -110,10 +110,15 @@ def test_the_next_batch_comes_while_the_version_is_being_published(service: Serv
         first = ahead.step - 1
         assert trainer.version == first
         assert [event for event in service.trace("publish") if event["version"] == first + 1] == []
-        waited = threading.Timer(0.3, release, (service,))
-        waited.start()
+        released = threading.Event()
+
+        def later() -> None:
+            released.set()
+            release(service)
+
+        threading.Timer(0.3, later).start()
         trainer.before_update()
-        assert not waited.is_alive(), "the weights may change only once they are read"
+        assert released.is_set(), "the weights may change only once they are read"
         model.step()
         assert trainer.begin_commit(model.weights()) == first + 2
         assert trainer.finish_commit() == trainer.version == first + 2

@@ -22,8 +22,8 @@ from tests.clients.trainer.service import Service, serving
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
     """One run for all tests except those that break it; each test continues from the run's state, on its surviving
-    lineage."""
-    with serving() as service:
+    lineage. Its groups start early, as ``batches(ahead=True)`` needs."""
+    with serving("coordination.admission=fill") as service:
         yield service
 
 

@@ -26,7 +26,7 @@ def publishing(service: Service) -> "subprocess.Popen[bytes]":
     trainer = service.start_trainer()
     service.wait_for("seal", 3)
     service.processes["parameters"].send_signal(signal.SIGSTOP)
-    time.sleep(2 * STEP_S)
+    time.sleep(3 * STEP_S)
     return trainer
 
 

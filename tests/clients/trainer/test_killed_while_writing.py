@@ -17,6 +17,14 @@ LIMIT_S = 240.0
 STEPS = 12
 
 
+def begun(folder: Path) -> list[Path]:
+    """The unfinished checkpoints that have a file; none if one is finished or removed meanwhile."""
+    try:
+        return [part for part in folder.glob("*.part") if any(part.iterdir())]
+    except FileNotFoundError:
+        return []
+
+
 def kill_while_it_writes(service: Service, trainer: "subprocess.Popen[bytes]") -> int:
     """Kill all ranks between the first and the last file of a checkpoint after the first; return its version."""
     folder, deadline = service.run_dir / "checkpoints", time.monotonic() + LIMIT_S
@@ -24,11 +32,11 @@ def kill_while_it_writes(service: Service, trainer: "subprocess.Popen[bytes]") -
     every = [psutil.Process(trainer.pid), *psutil.Process(trainer.pid).children()]
     while time.monotonic() < deadline:
         assert trainer.poll() is None, "it ended before it could be killed"
-        if not any(any(part.iterdir()) for part in folder.glob("*.part")):
+        if not begun(folder):
             continue
         for process in every:
             process.suspend()
-        unfinished = [part for part in folder.glob("*.part") if any(part.iterdir())]
+        unfinished = begun(folder)
         if unfinished and not any((part / "checkpoint.json").exists() for part in unfinished):
             for process in every:
                 process.kill()

@@ -37,19 +37,19 @@ def surviving_steps(service: Service) -> list[int]:
 
 
 def test_a_killed_trainer_goes_on_from_its_newest_checkpoint_with_the_same_batches() -> None:
-    with serving(*SLOWLY, "trainer.simulated_step_s=0.8") as service:
+    with serving(*SLOWLY, "trainer.simulated_step_s=0.8", "trainer.checkpoint_every=4") as service:
         killed = service.start_trainer()
         service.wait_for("consume", 5)
         killed.send_signal(signal.SIGKILL)
         ended(killed)
         before = {event["step"]: event["digest"] for event in service.trace("seal")}
-        assert checkpoints(service) == [3]
+        assert checkpoints(service) == [4]
         assert ended(service.start_trainer()) == 0
         rollback, *_ = service.trace("rollback")
-        again = next(e for e in service.trace("seal") if e["lineage"] == rollback["lineage"] and e["step"] == 3)
-        assert (rollback["to_version"], again["digest"]) == (3, before[3])
+        again = next(e for e in service.trace("seal") if e["lineage"] == rollback["lineage"] and e["step"] == 4)
+        assert (rollback["to_version"], again["digest"]) == (4, before[4])
         assert surviving_steps(service) == list(range(8))
-        assert checkpoints(service) == [6, 8]
+        assert checkpoints(service) == [4, 8]
 
 
 def test_a_trainer_asked_to_end_leaves_a_checkpoint_and_the_run_goes_on_without_a_rollback() -> None:
@@ -68,7 +68,7 @@ def test_a_trainer_asked_to_end_leaves_a_checkpoint_and_the_run_goes_on_without_
 
 
 def test_a_fenced_trainer_says_so_and_ends() -> None:
-    with serving(*SLOWLY) as service:
+    with serving(*SLOWLY, "trainer.steps=1000") as service:
         older = service.start_trainer()
         service.wait_for("consume", 1)
         with TrainerClient(service.address, name="another") as newer:

@@ -114,7 +114,7 @@ def test_a_piece_that_another_rank_lacks_begins_the_step_again(service: Service)
 
 
 def test_a_killed_streaming_trainer_goes_on_with_the_same_batches() -> None:
-    settings = (*SLOW_ENGINE, "trainer.simulated_step_s=0.8", "trainer.steps=6", "trainer.checkpoint_every=2")
+    settings = (*SLOW_ENGINE, "trainer.simulated_step_s=0.8", "trainer.steps=6", "trainer.checkpoint_every=1000")
     with serving(*settings) as service:
         killed = service.start_trainer()
         service.wait_for("consume", 3)

@@ -119,22 +119,22 @@ async def test_a_reward_that_hangs_is_killed_and_named() -> None:
 
 
 async def test_a_reward_that_hangs_once_is_tried_again(tmp_path: Path) -> None:
-    async with running("hangs_once", timeout_s=1.0, retries=1) as runner:
+    async with running("hangs_once", timeout_s=3.0, retries=1) as runner:
         sample = Sample(prompt="", completion="", columns={"marker": str(tmp_path / "marker")})
         assert await runner.score([sample]) == [7.0]
         assert runner.failed_calls == 1
 
 
 async def test_an_overdue_await_costs_nobody_else_his_call() -> None:
-    async with running("stuck", timeout_s=1.0) as runner:
+    async with running("stuck", timeout_s=3.0) as runner:
         late = asyncio.ensure_future(runner.score(said("await")))
         assert await runner.score(said("1", "2")) == [1.0, 2.0]
-        with pytest.raises(RewardFailed, match="took longer than 1 s"):
+        with pytest.raises(RewardFailed, match="took longer than 3 s"):
             await late
 
 
 async def test_calls_beside_one_that_blocks_the_process_run_again_and_are_not_charged() -> None:
-    async with running("stuck", timeout_s=0.5) as runner:
+    async with running("stuck", timeout_s=3.0) as runner:
         blocked = asyncio.ensure_future(runner.score(said("block")))
         assert await runner.score(said("1", "2")) == [1.0, 2.0]
         with pytest.raises(RewardFailed, match="took longer"):
@@ -147,7 +147,7 @@ async def test_a_call_that_nobody_waits_for_any_more_does_not_cost_the_next_one_
         columns = {"marker": str(tmp_path / "marker")}
         return [Sample(prompt="", completion=completion, columns=columns) for completion in completions]
 
-    async with running("raises_or_hangs", timeout_s=1.0) as runner:
+    async with running("raises_or_hangs", timeout_s=3.0) as runner:
         with pytest.raises(RewardFailed, match="cannot judge it"):
             await runner.score(marked("raise", "hang"))
         assert await runner.score(marked("fine")) == [1.0]

@@ -44,6 +44,7 @@ def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "SPAN_BYTES", 1_000_003)
     monkeypatch.setattr(direct, "ANSWER_TIMEOUT_S", 20.0)
     monkeypatch.setattr(direct, "SPAN_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(direct, "CONFIRM_TIMEOUT_S", 20.0)
 
 
 @pytest.fixture
@@ -155,7 +156,10 @@ async def test_bytes_that_are_not_those_of_the_manifest_are_never_loaded(run: Ru
         same(pulled, LARGE, direct=False)
 
 
-async def test_a_reader_that_dies_over_its_ask_keeps_nobody_else_waiting(run: Run, trainer: Trainer) -> None:
+async def test_a_reader_that_dies_over_its_ask_keeps_nobody_else_waiting(
+    run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "CONFIRM_TIMEOUT_S", 1.0)
     await trainer.publish(0, LARGE)
     store = connect(source(trainer).endpoint)
     gone = Ask(group="gone", lineage=Lineage(0), version=Version(0), nbytes=3_400_074, card="")
@@ -175,6 +179,7 @@ async def test_many_readers_that_have_left_keep_the_next_one_waiting_no_longer_t
     run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await trainer.publish(0, WEIGHTS)
+    monkeypatch.setattr(direct, "CONFIRM_TIMEOUT_S", 1.0)
     assert 2 * direct.CONFIRM_TIMEOUT_S < 10.0 < 2 * MAX_TRANSFERS * direct.CONFIRM_TIMEOUT_S
     monkeypatch.setattr(direct, "ANSWER_TIMEOUT_S", 10.0)  # enough for all together, too little for one by one
     store = connect(source(trainer).endpoint)
@@ -214,7 +219,10 @@ async def test_an_ask_that_nobody_waits_for_any_more_is_not_answered(
     assert len(served) == MAX_TRANSFERS + 1
 
 
-async def test_whoever_left_or_was_told_no_leaves_nothing_at_the_store(run: Run, trainer: Trainer) -> None:
+async def test_whoever_left_or_was_told_no_leaves_nothing_at_the_store(
+    run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "CONFIRM_TIMEOUT_S", 1.0)
     await trainer.publish(0, WEIGHTS)
     store = connect(source(trainer).endpoint)
     before = store.list_keys()

@@ -157,6 +157,5 @@ TestSameAsTheBuffers = SameAsTheBuffers.TestCase
 TestSameAsTheBuffers.settings = settings(
     max_examples=int(os.environ.get("STALEFLOW_EXAMPLES", "120")),
     stateful_step_count=60,
-    deadline=None,
     suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much),
 )

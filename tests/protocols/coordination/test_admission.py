@@ -1,7 +1,7 @@
 """Admission limits the groups that are started, and just_in_time adapts its lead to the trainer's waits."""
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.protocols.consistency.ids import Version
@@ -137,7 +137,6 @@ def test_the_first_step_of_a_run_shows_the_cost_of_gathering() -> None:
     assert not paced(pace, PINNED, 3.0).gathers
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(*[st.floats(0.1, 100), st.floats(0, 1), st.floats(0, 1), st.floats(0, 9)]), max_size=30),
     st.floats(1.0, 4.0),

@@ -4,7 +4,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Version, WorkerId
@@ -38,7 +38,6 @@ CHOICES = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(seen=snapshots(), strategies=CHOICES)
 def test_whatever_is_chosen_orders_can_be_carried_out(seen: Snapshot, strategies: Strategies) -> None:
     orders = decide(seen, strategies)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -232,14 +232,12 @@ def groups_of(worker: str, first: int) -> tuple[Flight, ...]:
     return tuple(flight(group, worker, length=2000.0 * (group % 3)) for group in range(first, first + 4))
 
 
-@settings(deadline=None)
 @given(INSTANCES, GAPS)
 def test_equal_instances_move_nothing(one: Instance, gap: float) -> None:
     other = replace(one, worker=WorkerId("b"))
     assert moves(snapshot(one, other, flights=groups_of("a", 0) + groups_of("b", 4)), "throughput", gap) == []
 
 
-@settings(deadline=None)
 @given(INSTANCES, INSTANCES, GAPS)
 def test_no_two_instances_exchange_groups(one: Instance, other: Instance, gap: float) -> None:
     seen = snapshot(one, replace(other, worker=WorkerId("b")), flights=groups_of("a", 0) + groups_of("b", 4))

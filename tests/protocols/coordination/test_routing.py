@@ -3,7 +3,7 @@
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.protocols.consistency.ids import GroupId, Version, WorkerId
@@ -14,7 +14,6 @@ from tests.protocols.coordination.views import behind, check_orders, instance, s
 ALL: tuple[Routing, ...] = get_args(Routing)
 
 
-@settings(deadline=None)
 @given(seen=snapshots(), routing=st.sampled_from(ALL), min_gain=st.sampled_from([0.0, 0.3, 1.0]))
 def test_orders_keep_to_room_places_weights_and_the_order_of_the_next_groups(
     seen: Snapshot, routing: Routing, min_gain: float
@@ -25,7 +24,6 @@ def test_orders_keep_to_room_places_weights_and_the_order_of_the_next_groups(
     assert len({order.worker for order in orders}) == len(orders)
 
 
-@settings(deadline=None)
 @given(seen=snapshots(), routing=st.sampled_from(ALL))
 def test_a_place_a_group_and_room_are_never_left_together(seen: Snapshot, routing: Routing) -> None:
     """The rule holds when all instances have the newest weights and no group is held back."""

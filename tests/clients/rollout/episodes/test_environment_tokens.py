@@ -123,7 +123,7 @@ def as_batch(payload: GroupPayload) -> TrainBatch:
 turn = st.tuples(st.sampled_from(TOOLS), st.integers(1, 12), st.sampled_from([None, None, "1", "+-"]), st.booleans())
 
 
-@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=25, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.integers(0, 2**31), st.sampled_from([1.0, 0.7]), st.lists(turn, min_size=1, max_size=4))
 def test_the_trainers_forward_pass_gives_what_the_engine_said_of_every_trained_token(
     seed: int, temperature: float, turns: list[tuple[str, int, str | None, bool]]

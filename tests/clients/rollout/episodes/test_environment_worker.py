@@ -30,7 +30,7 @@ FILE = Path(__file__).parent / "environments.py"
 
 @pytest.fixture
 def config() -> Config:
-    environment = Environment(run=f"{FILE}:Bad", timeout_s=2.0, memory_mb=1024)
+    environment = Environment(run=f"{FILE}:Bad", timeout_s=5.0, memory_mb=1024)
     return Config(prompts=Prompts(path="p.jsonl"), reward=Reward(run=""), environment=environment)
 
 
@@ -81,7 +81,7 @@ async def test_bad_episodes_give_their_leases_back_and_good_ones_are_pushed(shor
         assert {op.group: re.sub(r"\.py:\d+$", ".py:LINE", op.detail) for op in scheduler.released} == {
             1: f"group 1: at {stage.me}, the environment raised ValueError: no such planet, at environments.py:LINE",
             3: f"group 3: at {stage.me}, the environment's process ended with code 7",
-            4: f"group 4: at {stage.me}, the environment took longer than 2 s",
+            4: f"group 4: at {stage.me}, the environment took longer than 5 s",
             6: f"group 6: at {stage.me}, the environment returned 'good'; it must return None, a finite number, "
             "or finite numbers by name",
         }

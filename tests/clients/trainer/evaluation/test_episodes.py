@@ -41,7 +41,8 @@ def trainer(model_directory: Path, tmp_path: Path) -> Make:
         held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
         table: dict[str, Any] = msgspec.to_builtins(config()) | {"seed": seed}
         table["prompts"] |= {"eval_path": str(held_out)}
-        table["environment"] |= {"run": f"{HERE}/held_out_environment.py:Asked", "timeout_s": 4.0}
+        table["environment"] |= {"run": f"{HERE}/held_out_environment.py:Asked"}
+        table["environment"] |= {"timeout_s": 4.0 if "hang" in then else 60.0}
         table["reward"] |= {"run": f"{REWARDS}:{reward}" if reward else "", "retries": 0}
         table["rollout"] |= {"max_inflight": slots}
         settings = msgspec.convert(table, Config)
