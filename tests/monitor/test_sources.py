@@ -13,6 +13,7 @@ from staleflow.monitor import sources
 from staleflow.monitor.history import History
 from staleflow.monitor.model import board
 from staleflow.monitor.sources import Live
+from staleflow.process import hung_files
 from staleflow.protocols.wire.messages import ParametersStatus, SchedulerStatus, Status
 from tests.monitor.test_screen import SUMMARY
 from tests.monitor.world import STATUS
@@ -39,6 +40,7 @@ class Watch:
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Status]:
     Watch.answers, Watch.age_s = {}, 0.0
     monkeypatch.setattr(sources, "StatusWatch", Watch)
+    monkeypatch.setattr(hung_files, "PATIENCE_S", 30.0)  # a read on a loaded machine may take long
     return Watch.answers
 
 
@@ -117,8 +119,11 @@ def test_a_monitor_that_attaches_late_shows_the_progress_since_the_first_evaluat
     assert board("run", Live("a").snapshot(), history).held_out == (0.39, 0.71)
 
 
-def test_a_snapshot_does_not_wait_for_a_file_system_that_hangs(answers: dict[str, Status], tmp_path: Path) -> None:
+def test_a_snapshot_does_not_wait_for_a_file_system_that_hangs(
+    answers: dict[str, Status], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Opening a pipe without a writer blocks like a read from an unresponsive network file system."""
+    monkeypatch.setattr(hung_files, "PATIENCE_S", 0.2)
     os.mkfifo(tmp_path / "metrics.jsonl")
     answers["a"] = STATUS
     live = Live("a", tmp_path)

@@ -32,11 +32,11 @@ class RawPeer:
     def __init__(self, kind: int) -> None:
         self.zmq: zmq.Socket[bytes] = context().socket(kind)
         self.zmq.set(zmq.LINGER, 0)
-        self.zmq.set(zmq.RCVTIMEO, 5_000)
+        self.zmq.set(zmq.RCVTIMEO, 60_000)
         self.zmq.set(zmq.RCVHWM, 0)
 
     async def hear(self) -> list[bytes]:
-        """Return the next message; raise ``zmq.Again`` after five seconds."""
+        """Return the next message; raise ``zmq.Again`` after a minute."""
         return await asyncio.to_thread(self.zmq.recv_multipart)
 
     async def ask(self, *parts: bytes) -> tuple[int, Reply]:
@@ -98,8 +98,8 @@ class Network:
         return peer
 
     async def until(self, holds: Callable[[], object]) -> None:
-        """Return once the condition holds; raise ``TimeoutError`` after ten seconds."""
-        async with asyncio.timeout(10):
+        """Return once the condition holds; raise ``TimeoutError`` after a minute."""
+        async with asyncio.timeout(60):
             while not holds():  # noqa: ASYNC110 - what is waited for has no event
                 await asyncio.sleep(0.01)
 

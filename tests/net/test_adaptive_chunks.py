@@ -85,11 +85,13 @@ async def test_a_server_that_has_no_answer_yet_is_waited_for(
     network: Network, ipc: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(portions, "LATE_S", 0.01)
+    monkeypatch.setattr(portions, "PONG_S", 30.0)
     kept: list[Call] = []
     network.endpoint(ipc, kept.append)
     client, portion = network.client(ipc), AdaptiveChunk(MOST)
     call = client.ask(GetStatus(), Done, timeout_s=None)
     carrying = asyncio.ensure_future(portion.carry(client, call, FIRST_BYTES))
+    await network.until(lambda: kept)
     _, waiting = await asyncio.wait((carrying,), timeout=0.5)
     assert waiting
     kept[0].reply(Done())

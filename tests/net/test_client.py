@@ -35,7 +35,7 @@ def echo(call: Call) -> None:
 
 async def bound_again(network: "Network", address: str) -> Endpoint:
     """Bind an endpoint at an address that its former owner is still releasing."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             try:
                 return network.endpoint(address, echo)
@@ -72,37 +72,40 @@ async def test_a_busy_server_is_asked_again_with_the_same_id(network: "Network",
             call.reply(Done())
 
     network.endpoint(ipc, busy_twice)
-    assert (await network.client(ipc).call(GetStatus()))[0] == Done()
+    client = network.client(ipc, limits=replace(network.limits, retry_s=20, retry_cap_s=20))
+    assert (await client.call(GetStatus()))[0] == Done()
     assert ids == [1, 1, 1]
 
 
 async def test_a_server_that_is_busy_for_a_limited_time_refuses_after_it(network: "Network", ipc: str) -> None:
+    clock = asyncio.get_running_loop().time
     asked: list[float] = []
 
     def busy(call: Call) -> None:
-        asked.append(time.monotonic())
+        asked.append(clock())
         limit_ms = 300 if len(asked) > 2 else 0
         call.reply(Refusal(code=Code.BUSY, detail="taken", retry_after_ms=20, retry_for_ms=limit_ms))
 
     network.endpoint(ipc, busy)
     with pytest.raises(Refused, match="busy: taken"):
         await network.client(ipc).ask(GetStatus(), Status, timeout_s=30)
-    assert asked[-1] - asked[2] >= 0.3, "the limit counts from the first answer that has one"
+    assert clock() - asked[2] >= 0.3, "the limit counts from the first answer that has one"
 
 
 async def test_a_server_that_stays_busy_is_unavailable_and_says_why(network: "Network", ipc: str) -> None:
     network.endpoint(ipc, lambda call: call.refuse(Code.BUSY, "the disk is full", retry_after_ms=20))
-    with pytest.raises(Unavailable, match=rf"no answer from {ipc} for 1\.[0-9] s \(busy: the disk is full\)") as caught:
+    with pytest.raises(Unavailable, match=rf"no answer from {ipc} for \d+\.\d s \(busy: the disk is full\)") as caught:
         await network.client(ipc).call(GetStatus(), timeout_s=1.0)
     assert caught.value.why == "the disk is full"
+    assert 0.99 <= caught.value.waited_s < 20
 
 
 async def test_without_a_server_the_address_and_the_time_are_named(network: "Network", ipc: str) -> None:
     client = network.client(ipc)
-    with pytest.raises(Unavailable, match=rf"no answer from {ipc} for 0\.2 s") as caught:
+    with pytest.raises(Unavailable, match=rf"no answer from {ipc} for \d+\.\d s") as caught:
         await client.call(GetStatus(), timeout_s=0.2)
     assert caught.value.address == ipc
-    assert 0.19 < caught.value.waited_s < 2
+    assert 0.19 < caught.value.waited_s < 20
 
 
 async def test_a_call_made_before_the_server_starts_is_answered(network: "Network", ipc: str) -> None:
@@ -120,7 +123,7 @@ async def test_a_call_survives_the_restart_of_its_server(network: "Network", ipc
     await network.until(lambda: len(held) >= 20)
     first.close()
     await bound_again(network, first.address)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         answers = await asyncio.gather(*calls)
     assert [(reply, bytes(frames[0])) for reply, frames in answers] == [(Done(), b"payload")] * 20
     assert all(call.done for call in held)
@@ -134,7 +137,7 @@ async def test_a_dead_connection_is_replaced(network: "Network") -> None:
         connection, _ = await asyncio.to_thread(mute.accept)
     with connection:
         network.endpoint(address, echo)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert (await call)[0] == Done()
 
 
@@ -167,7 +170,7 @@ async def test_a_connection_that_cannot_be_replaced_now_is_replaced_later(
     await mute.hear()
     sockets.out = True
     await network.until(lambda: sockets.refused >= 2)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(Unavailable):
             await ending
         with pytest.raises(Unavailable):
@@ -176,7 +179,7 @@ async def test_a_connection_that_cannot_be_replaced_now_is_replaced_later(
     mute.zmq.close(0)
     await bound_again(network, ipc)
     sockets.out = False
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert (await lasting)[0] == Done()
         assert (await client.call(GetStatus()))[0] == Done()
     assert sockets.given == 2
@@ -223,10 +226,10 @@ async def test_a_slow_answer_is_waited_for_while_the_server_lives(network: "Netw
     endpoint = network.endpoint(ipc, held.append)
     call = asyncio.create_task(network.client(ipc).call(GetStatus()))
     await asyncio.sleep(2 * network.limits.silence_s)
+    await network.until(lambda: endpoint.counts.repeated > 1 and endpoint.counts.pings > 1)
+    assert endpoint.counts.calls == 1
     held[0].reply(Done())
     assert (await call)[0] == Done()
-    assert (endpoint.counts.calls, endpoint.counts.repeated > 1) == (1, True)
-    assert endpoint.counts.pings > 1
 
 
 async def test_a_client_whose_own_loop_was_held_up_keeps_its_connection(network: "Network", ipc: str) -> None:
@@ -249,8 +252,8 @@ async def test_a_cancelled_call_is_forgotten(network: "Network", ipc: str) -> No
         await call
     held[0].reply(Done())
     later = asyncio.create_task(client.call(GetStatus()))
-    await network.until(lambda: len(held) >= 2)
-    held[1].reply(RelayStatus())
+    await network.until(lambda: held[-1].id == 2)  # the first call may have been sent again
+    held[-1].reply(RelayStatus())
     assert (await later)[0] == RelayStatus()
 
 
@@ -327,7 +330,7 @@ async def test_hundreds_of_clients_come_back_after_a_restart(network: "Network",
     await asyncio.gather(*(client.call(GetStatus()) for client in clients))
     first.close()
     endpoint = await bound_again(network, ipc)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await asyncio.gather(*(client.call(GetStatus()) for client in clients))
     assert len(endpoint.peers) == 300
 

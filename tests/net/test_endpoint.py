@@ -134,8 +134,9 @@ async def test_replies_held_until_the_drain_leave_together(network: "Network", i
             call.reply(Done())
         held.clear()
 
-    network.endpoint(ipc, held.append, on_drained=commit)
-    client = network.client(ipc, limits=TransportLimits(retry_s=20, retry_cap_s=20))
+    limits = TransportLimits(heartbeat_s=60, retry_s=20, retry_cap_s=20)  # every message is a call
+    network.endpoint(ipc, held.append, on_drained=commit, limits=limits)
+    client = network.client(ipc, limits=limits)
     await client.call(GetStatus())
     await asyncio.gather(*(client.call(GetStatus()) for _ in range(500)))
     assert sum(groups) == 501
@@ -318,8 +319,7 @@ async def test_the_bytes_of_calls_that_wait_are_bounded(network: "Network", ipc:
     held[0].reply(Done())
     for peer in peers:  # the answered one, the waiting one, and the one that was rejected with BUSY
         peer.zmq.send_multipart([STATUS, bytes(1_000)])
-    await network.until(lambda: len(held) == 3 and endpoint.counts.busy == 2)
-    assert endpoint.counts.repeated == 1
+    await network.until(lambda: len(held) == 3 and endpoint.counts.busy == 2 and endpoint.counts.repeated == 1)
     for peer in peers:
         peer.zmq.close(0)
     await network.until(lambda: endpoint.peers == [])  # a disconnected peer holds nothing
@@ -357,8 +357,9 @@ async def test_what_was_answered_before_the_close_still_leaves(network: "Network
         call.reply(Done(), [b"x" * 5_000_000])
         endpoint.close()
 
-    endpoint = network.endpoint(ipc, answer_and_close)
-    reply, (frame,) = await network.client(ipc).call(Drain(why="test"))
+    endpoint = network.endpoint(ipc, answer_and_close, limits=replace(network.limits, linger_ms=10_000))
+    client = network.client(ipc, limits=replace(network.limits, heartbeat_s=60))  # it keeps its connection
+    reply, (frame,) = await client.call(Drain(why="test"))
     assert reply == Done()
     assert len(frame) == 5_000_000
     await network.tasks[0]

@@ -22,7 +22,7 @@ from staleflow.supervisor.lifeline import VARIABLE, Lifeline
 from tests.servers.running import config_of
 
 SHARDS = 2
-START_S = 40.0
+START_S = 120.0
 """Time limit for a server to reply after its start, on a machine with other load."""
 GRACE_S = 10.0
 """Time limit for a process to exit after SIGTERM."""

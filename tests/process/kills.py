@@ -18,7 +18,7 @@ from tests.process.running import audited
 
 IN_DOUBT = 0.25
 """A campaign is void unless at least this share of its kills left a committed, unacknowledged operation."""
-PROGRESS_S = 30.0
+PROGRESS_S = 120.0
 """Time limit after a restart for the next acknowledged pushes."""
 Doubt = tuple[str | int, ...]
 """An operation of the protocol: its name and its arguments."""

@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent.parent.parent
 CONFIGS = ROOT / "configs"
 AUDITOR = ROOT.parent / "shared" / "check_trace.py"
 """The independent auditor, if the checkout has it in a folder next to it."""
+END_S = 600.0
+"""Time limit for a run or a wait that never ends; a loaded machine needs minutes."""
 
 
 class Run:

@@ -17,7 +17,10 @@ import pyte
 
 from staleflow.cli.main import VERBS
 
-LEAVES_S = 20.0
+LEAVES_S = 300.0
+"""Time limit for a command to exit."""
+SETTLED_S = 0.1
+"""A frame is complete when nothing follows for this long; frames come every quarter of a second."""
 PROMPT = "shell$"
 ALTERNATE, MAIN = b"\x1b[?1049h", b"\x1b[?1049l"
 """Escape sequences that enter and leave the alternate screen."""
@@ -95,16 +98,18 @@ class Terminal:
             self.written += chunk
             self._stream.feed(chunk)
 
-    def until(self, words: str, timeout_s: float = 30.0) -> str:
-        """Wait until the screen contains these words; return the screen."""
+    def until(self, words: str, timeout_s: float = 300.0) -> str:
+        """Wait until the screen contains these words and its frame is complete; return the screen."""
         deadline = time.monotonic() + timeout_s
         while words not in self.text:
             assert time.monotonic() < deadline, f"{words!r} never came:\n{self.text}"
             assert self.process.poll() is None or words in self._rest(), f"it ended:\n{self.text}"
             self.read(0.05)
+        while select.select([self._master], [], [], SETTLED_S)[0] and time.monotonic() < deadline:
+            self.read(0)
         return self.text
 
-    def until_written(self, what: bytes, times: int, timeout_s: float = 30.0) -> None:
+    def until_written(self, what: bytes, times: int, timeout_s: float = 300.0) -> None:
         """Wait until the command has written these bytes ``times`` times."""
         deadline = time.monotonic() + timeout_s
         while self.written.count(what) < times:
@@ -112,7 +117,8 @@ class Terminal:
             self.read(0.05)
 
     def _rest(self) -> str:
-        self.read(0.05)
+        while select.select([self._master], [], [], 0.05)[0]:
+            self.read(0)
         return self.text
 
     def ended(self) -> int:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -10,13 +11,12 @@ import psutil
 import pytest
 
 from staleflow.supervisor.chaos import Kind, victims
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytestmark = pytest.mark.xdist_group("machine")
 
 FAULTS = 8
 STEPS = 60
-END_S = 180
 SMALL = ("trainer.checkpoint_every=5", "scheduler.lease_s=2.0", "rollout.workers=2")
 ROLES = {"scheduler", "trajectories-0", "parameters", "rollout-0", "rollout-1", "reward-0", "trainer"}
 
@@ -51,7 +51,10 @@ def test_what_was_stopped_goes_on_whoever_ends_the_chaos(run_dir: Path) -> None:
             assert harming.stdout is not None
             assert "stop  reward-0" in harming.stdout.readline()
             (victim,) = (one.process for one in victims(run_dir) if one.name == "reward-0")
-            assert victim.status() == psutil.STATUS_STOPPED
+            deadline = time.monotonic() + 30
+            while victim.status() != psutil.STATUS_STOPPED:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
             harming.terminate()
         assert victim.status() != psutil.STATUS_STOPPED
         version = run.count("consume")

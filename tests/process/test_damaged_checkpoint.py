@@ -10,11 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytestmark = pytest.mark.xdist_group("machine")
 
-END_S = 120
 SMOKE = ("trainer.steps=18", "trainer.checkpoint_every=3", "trainer.eval_prompts=0", "rollout.workers=1")
 
 
@@ -35,6 +34,7 @@ def stopped() -> Iterator[Path]:
     parent = Path(tempfile.mkdtemp(prefix="sf-"))
     with Run(parent / "run", "smoke.toml", *SMOKE) as run:
         run.wait_for("checkpoint", 3, END_S)
+        run.process.send_signal(signal.SIGSTOP)  # it restarts none of them
         family = run.family()
         for process in (*family, run.process):
             process.send_signal(signal.SIGKILL)

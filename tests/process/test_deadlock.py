@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytestmark = pytest.mark.xdist_group("machine")
-
-END_S = 60
 
 
 def test_a_filter_that_keeps_nothing_of_the_only_epoch_ends_the_run_with_the_reason(run_dir: Path) -> None:

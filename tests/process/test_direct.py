@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("machine")]
-
-END_S = 300
 
 
 def ways(run_dir: Path, worker: str) -> Counter[str]:

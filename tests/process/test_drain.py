@@ -14,17 +14,16 @@ import pytest
 import staleflow
 from staleflow.configs.loading.load import load, read_run, write_resolved
 from staleflow.net.errors import Unavailable
-from tests.process.running import CONFIGS, Run, audited
+from tests.process.running import CONFIGS, END_S, Run, audited
 
 pytestmark = pytest.mark.xdist_group("machine")
 
-END_S = 120
 LONGER = ("trainer.steps=400", "trainer.checkpoint_every=5")
 
 
 def cli(*words: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "staleflow.cli", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=END_S, check=False)
 
 
 def test_a_drained_run_ends_cleanly_and_continues_when_it_is_resumed(run_dir: Path) -> None:

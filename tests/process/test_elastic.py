@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine")]
 
@@ -24,7 +24,6 @@ SMALL = (
 """Overrides for a run that ends only on request."""
 JOINING = [f"guest-{number}" for number in range(7)]
 LEAVING, KILLED, STAYING = JOINING[:3], JOINING[3:5], JOINING[5:]
-END_S = 60
 
 
 def attach(run_dir: Path, name: str) -> "subprocess.Popen[str]":

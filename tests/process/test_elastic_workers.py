@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine")]
 
 POOLS = "[{workers=1, simulated={k2=0.03, sigma=0.2}}, {workers=1, simulated={k2=0.006, sigma=0.2}}]"
 """A slow engine and a fast one, which together starve the trainer; two fast ones feed it."""
-END_S = 120
 
 
 def names(run: Run, ev: str) -> set[str]:

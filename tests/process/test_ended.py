@@ -14,17 +14,16 @@ import pytest
 
 import staleflow
 from staleflow.configs.loading.load import load, write_resolved
-from tests.process.running import CONFIGS, Run
+from tests.process.running import CONFIGS, END_S, Run
 
 pytestmark = pytest.mark.xdist_group("machine")
 
-END_S = 120
 LONGER = ("trainer.steps=400", "trainer.checkpoint_every=5")
 
 
 def cli(*words: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "staleflow.cli", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=END_S, check=False)
 
 
 def test_a_run_whose_processes_were_all_killed_is_reported_as_dead_with_the_command_that_resumes_it(

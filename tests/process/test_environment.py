@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytestmark = pytest.mark.xdist_group("machine")
 
@@ -13,7 +13,6 @@ SMALL = (
     *("trainer.steps=4", "trainer.eval_every=2", "trainer.eval_prompts=16"),
     *("rollout.workers=1", "model.options.steps=80", "model.options.limit=20"),
 )
-END_S = 120
 
 
 @pytest.mark.slow

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from staleflow.cli.main import main
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine")]
 
 JUDGE = Path(__file__).parent / "judge.py"
-END_S = 120.0
 STEPS = 8
 
 

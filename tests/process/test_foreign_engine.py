@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import staleflow
-from tests.process.running import ROOT, Run, audited
+from tests.process.running import END_S, ROOT, Run, audited
 
 pytestmark = pytest.mark.xdist_group("machine")
 
@@ -28,22 +28,22 @@ def test_the_groups_of_the_example_are_trained(run_dir: Path) -> None:
     small = ("model.options.steps=1", "rollout.workers=1", "rollout.filter=none", "trainer.steps=100000")
     quick = ("trainer.eval_every=0", "trainer.eval_prompts=0")
     with Run(run_dir, "smoke.toml", *small, *quick) as run:
-        run.wait_for("publish", 1, 200)
+        run.wait_for("publish", 1, END_S)
         command = [sys.executable, "-W", "error", str(EXAMPLE), str(run_dir)]
         foreign = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + END_S
             while not trained(run):
                 assert foreign.poll() is None, foreign.communicate()
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             with staleflow.connect(run_dir) as connected:
                 connected.drain()
-            output, _ = foreign.communicate(timeout=90)
+            output, _ = foreign.communicate(timeout=END_S)
         finally:
             foreign.kill()
         assert foreign.returncode == 0, output
-        run.finish(60)
+        run.finish(END_S)
     assert run.process.returncode == 0, run.output
     audited(run_dir)
 

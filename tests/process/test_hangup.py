@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.process.running import CONFIGS
+from tests.process.running import CONFIGS, END_S
 from tests.process.terminal import own_terminal
 
 pytestmark = pytest.mark.xdist_group("machine")
@@ -27,7 +27,7 @@ def test_a_run_whose_terminal_is_closed_drains_and_has_its_summary(run_dir: Path
     )
     os.close(slave)
     try:
-        trace, deadline = run_dir / "trace.jsonl", time.monotonic() + 60
+        trace, deadline = run_dir / "trace.jsonl", time.monotonic() + END_S
         while not trace.exists() or trace.read_bytes().count(b'"ev":"consume"') < 2:
             assert run.poll() is None
             assert time.monotonic() < deadline

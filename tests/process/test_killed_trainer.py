@@ -12,12 +12,11 @@ from tests.audit import journal
 from tests.audit.reconcile import Rule, prove, reconcile
 from tests.process.actors import FENCED_EXIT, Rewarder, Rollout
 from tests.process.fleet import Fleet
-from tests.process.running import audited
+from tests.process.running import END_S, audited
 from tests.process.test_killed_workers import until
 
 pytestmark = pytest.mark.xdist_group("machine")
 
-DEATH_S = 60.0
 KEPT = 0.95
 """Share of the still usable groups that a rollback must keep."""
 DEATHS: tuple[dict[str, Any], ...] = (
@@ -74,11 +73,11 @@ async def test_no_step_is_lost_or_doubled_wherever_the_trainer_dies(run_dir: Pat
         work = [asyncio.ensure_future(actor.run()) for actor in actors]
         for death in DEATHS:
             fleet.act("trainer", "trainer", **death)
-            assert await fleet.ended("trainer", DEATH_S) == -signal.SIGKILL, fleet.said("trainer")
+            assert await fleet.ended("trainer", END_S) == -signal.SIGKILL, fleet.said("trainer")
         fleet.act("trainer", "trainer", checkpoint_every=4, think_s=0.05)
         await until(lambda: (fleet.status("scheduler")["version"]) >= 18)
         fleet.act("trainer", "trainer-b", checkpoint_every=1)
-        assert await fleet.ended("trainer", DEATH_S) == FENCED_EXIT, fleet.said("trainer")
+        assert await fleet.ended("trainer", END_S) == FENCED_EXIT, fleet.said("trainer")
         await until(lambda: fleet.status("scheduler")["version"] >= 24)
         fleet.kill("trainer-b")
         # leaves occupied groups for the audit to look up

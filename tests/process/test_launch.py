@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from staleflow.trace.audit.report import audit
+from tests.process.running import END_S
 
 CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
 HERE = json.dumps(["sh", "-c", 'exec sh -c "$1"'])
@@ -56,9 +57,9 @@ def started(home: Path, *overrides: str) -> "subprocess.Popen[str]":
 
 
 def test_what_dies_on_a_machine_is_started_there_again_and_everything_ends_with_the_run(home: Path) -> None:
-    running = started(home, "trainer.steps=40", "scheduler.lease_s=2")
+    running = started(home, "trainer.steps=120", "scheduler.lease_s=2")
     victims: dict[str, psutil.Process] = {}
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + END_S
     while len(victims) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
         pushed = home / "run" / "trace.jsonl"
@@ -69,9 +70,9 @@ def test_what_dies_on_a_machine_is_started_there_again_and_everything_ends_with_
     assert len(victims) == 2
     for victim in victims.values():
         victim.send_signal(signal.SIGKILL)
-    said, _ = running.communicate(timeout=90)
+    said, _ = running.communicate(timeout=END_S)
     summary = json.loads(said)
-    assert (running.returncode, summary["outcome"], summary["steps"]) == (0, "finished", 40)
+    assert (running.returncode, summary["outcome"], summary["steps"]) == (0, "finished", 120)
     told = (home / "run" / "logs" / "rollout-machine-1.out").read_text()
     assert "rollout-3 died with -9" in told
     assert "rollout-3 restarted (restart 1)" in told

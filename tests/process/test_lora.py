@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from staleflow.cli.main import main
-from tests.process.running import ROOT, Run, audited
+from tests.process.running import END_S, ROOT, Run, audited
 
 pytestmark = pytest.mark.xdist_group("machine")
 
@@ -18,7 +18,6 @@ SMALL = (
     *("trainer.batch_size=2", "trainer.lr=1e-2", "trainer.eval_prompts=4", "trainer.algorithm.kl_coef=0.01"),
     *("trainer.checkpoint_every=1", "parameters.keep_versions=9"),
 )
-END_S = 300
 
 
 def trained(run_dir: Path) -> list[dict[str, Any]]:

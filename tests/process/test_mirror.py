@@ -14,11 +14,10 @@ import pytest
 
 from tests.object_store import S3Server
 from tests.process.hosts import possible
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("s3")]
 
-END_S = 90
 SMALL = ("rollout.workers=1", "trainer.steps=5000", "trainer.simulated_step_s=0.2", "trainer.eval_prompts=0")
 ON_ANOTHER_HOST = 'mount --bind "$1" /proc/sys/kernel/random/boot_id && shift && exec "$@"'
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytest.importorskip("websockets")
 pytest.importorskip("openenv")
@@ -14,7 +14,6 @@ from tests.examples.environments.guessing import serving
 
 pytestmark = pytest.mark.xdist_group("machine")
 
-END_S = 400
 ENVIRONMENT = "staleflow.examples.environments.openenv_env"
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.running import ROOT, Run, audited
+from tests.process.running import END_S, ROOT, Run, audited
 
 pytestmark = pytest.mark.xdist_group("machine")
 
@@ -13,7 +13,7 @@ OWN = ROOT / "tests" / "process" / "own_trainer.py"
 
 def test_a_function_of_the_user_trains_the_run(run_dir: Path) -> None:
     with Run(run_dir, "simulated.toml", f"trainer.run={OWN}:train", "trainer.steps=3") as run:
-        output = run.finish(150)
+        output = run.finish(END_S)
     assert run.process.returncode == 0, output
     assert run.count("publish") == 4
     assert run.summary()["outcome"] == "finished"
@@ -22,7 +22,7 @@ def test_a_function_of_the_user_trains_the_run(run_dir: Path) -> None:
 
 def test_a_function_that_does_not_exist_is_one_clear_error(run_dir: Path) -> None:
     with Run(run_dir, "simulated.toml", f"trainer.run={OWN}:trian") as run:
-        output = run.finish(100)
+        output = run.finish(END_S)
     assert run.process.returncode == 2
     assert "trainer.run" in output
     assert "has no trian" in output

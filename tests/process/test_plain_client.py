@@ -10,10 +10,9 @@ import pytest
 
 from staleflow.configs.loading.load import addresses, read_run
 from staleflow.protocols.wire.messages import PROTOCOL
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 CLIENT = Path(__file__).parent / "plain_client.py"
-END_S = 120
 
 pytestmark = pytest.mark.xdist_group("machine")
 

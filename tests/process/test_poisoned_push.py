@@ -16,12 +16,11 @@ from staleflow.protocols.consistency.ids import GroupId, Lineage, Version
 from staleflow.protocols.wire.messages import Assign, Detach, Done, Pulled, PushGroups, PushItem, Result, Results
 from staleflow.protocols.wire.tensors import specs_and_frames
 from tests.process import actors
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 from tests.servers.running import payload
 
 pytestmark = pytest.mark.xdist_group("machine")
 
-END_S = 120
 STEPS, GROUP_SIZE = 6, 4
 LOSS = """
 def careful(logprobs, old, behavior, advantages, row):

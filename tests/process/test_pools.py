@@ -13,14 +13,13 @@ import pytest
 from staleflow.configs.loading.load import addresses, read_run
 from staleflow.configs.rules.coordination import groups_held
 from staleflow.protocols.coordination.overbooking import MAX_OVERBOOKING
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytestmark = pytest.mark.xdist_group("machine")
 
 NARROW, WIDE, GUEST = 4, 32, 8
 GROUP_SIZE = 4
 POOLS = f"rollout.pool=[{{max_inflight={NARROW}}}, {{max_inflight={WIDE}, threads=2}}]"
-END_S = 120
 
 
 def attach(run: Run, *words: str) -> "subprocess.Popen[str]":

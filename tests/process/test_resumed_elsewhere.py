@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytestmark = pytest.mark.xdist_group("machine")
 
-END_S = 120
 SMOKE = ("trainer.checkpoint_every=2", "trainer.eval_prompts=0", "rollout.workers=1")
 
 

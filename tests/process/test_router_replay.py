@@ -11,11 +11,10 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from staleflow.examples.quickstart.model import EOS_ID, PAD_ID, character_tokenizer
-from tests.process.running import ROOT, Run, audited
+from tests.process.running import END_S, ROOT, Run, audited
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine")]
 
-END_S = 200
 STEPS = 3
 CONFIG = f"""
 [model]

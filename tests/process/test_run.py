@@ -8,12 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytestmark = pytest.mark.xdist_group("machine")
 
 LONGER = ("trainer.steps=40", "trainer.checkpoint_every=5", "scheduler.lease_s=3.0")
-END_S = 120
 UNUSED = "/site-packages/scipy/"
 """Libraries of a package that is installed in every environment of these tests, and that no process of a run needs."""
 
@@ -90,8 +89,9 @@ def test_a_killed_server_comes_back_and_the_run_ends_normally(run_dir: Path, ser
 
 
 def test_a_killed_trainer_gets_the_batch_of_its_checkpoint_again(run_dir: Path) -> None:
-    with Run(run_dir, "simulated.toml", *LONGER) as run:
-        run.wait_for("consume", 8, END_S)
+    one = ("trainer.checkpoint_every=20", "trainer.simulated_step_s=0.3")  # no checkpoint is new when the kill comes
+    with Run(run_dir, "simulated.toml", *LONGER, *one) as run:
+        run.wait_for("consume", 22, END_S)
         run.kill("attach", "train")
         output = run.finish(END_S)
     assert run.process.returncode == 0, output
@@ -125,16 +125,16 @@ def test_ctrl_c_leaves_no_process_and_resume_goes_on(run_dir: Path) -> None:
 
 def test_ctrl_c_while_it_starts_leaves_no_process(run_dir: Path) -> None:
     with Run(run_dir, "simulated.toml") as run:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + END_S
         while not run.family():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         family = run.family()
         run.process.send_signal(signal.SIGINT)
-        output = run.finish(15)
+        output = run.finish(END_S)
     assert run.process.returncode == 130, output
     # a process that has just started notices the end when its input closes
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=120)
     assert alive == []
 
 
@@ -143,5 +143,5 @@ def test_a_killed_supervisor_takes_its_processes_with_it(run_dir: Path) -> None:
         run.wait_for("consume", 2, END_S)
         family = run.family()
         run.process.kill()
-        _, alive = psutil.wait_procs(family, timeout=20)
+        _, alive = psutil.wait_procs(family, timeout=120)
     assert alive == []

@@ -20,7 +20,7 @@ from staleflow.net.keys import read_key
 from staleflow.net.permissions import Role
 from staleflow.net.transport import Sockets
 from staleflow.protocols.consistency.effects import Code
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytestmark = pytest.mark.xdist_group("machine")
 
@@ -69,7 +69,7 @@ def test_a_run_with_keys_trains_unpickles_nothing_and_shows_no_secret(
     secrets = [read_key(path).secret for path in keys.glob("*.key")]
     settings, scheduler = overrides(keys)
     with Run(run_dir, "simulated.toml", *settings) as run:
-        run.wait_for("consume", 2, 90)
+        run.wait_for("consume", 2, END_S)
         seen = b"".join(_shown(process) for process in run.family())
         assert seen.count(b"serve") >= 3  # the hook has observed the servers
         assert b"STALEFLOW_KEY" not in seen
@@ -79,7 +79,7 @@ def test_a_run_with_keys_trains_unpickles_nothing_and_shows_no_secret(
         assert main(["status", str(run_dir), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["security"] == "keys"
         run.process.send_signal(signal.SIGINT)
-        output = run.finish(90)
+        output = run.finish(END_S)
     assert run.process.returncode == 130, output
     audited(run_dir, "consume=2", "close=1")
     assert run.count("auth", ok=False) >= 1
@@ -122,13 +122,13 @@ def _a_worker_of_another_machine_joins(run: Run, scheduler: str, keys: Path) -> 
     (keys / "box-7.key").rename(elsewhere / "box-7.key")
     command = [sys.executable, "-m", "staleflow.cli", "attach", "stage", "--connect", scheduler, "--name", "box-7"]
     env = {name: value for name, value in os.environ.items() if name != "AUDIT_TO"}
-    no = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    no = subprocess.run(command, env=env, capture_output=True, text=True, timeout=END_S, check=False)
     assert (no.returncode, "the server requires one; set STALEFLOW_KEY to its file" in no.stderr) == (1, True)
     env["STALEFLOW_KEY"] = str(elsewhere / "box-7.key")
     with subprocess.Popen(command, env=env, cwd=elsewhere, stderr=subprocess.DEVNULL) as worker:
-        run.wait_for("attach", 2, 60, role="stage")
+        run.wait_for("attach", 2, END_S, role="stage")
         worker.terminate()
-        assert worker.wait(timeout=30) == 0
+        assert worker.wait(timeout=END_S) == 0
 
 
 def _no_secret(secrets: list[bytes], run_dir: Path, said: bytes) -> None:
@@ -175,12 +175,12 @@ def test_insecure_is_loud(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> 
     first = free_ports(1)[0]
     settings = [f"scheduler.bind=tcp://0.0.0.0:{first}", f"trainer.steps={STEPS}", "--insecure"]
     with Run(run_dir, "simulated.toml", *settings) as run:
-        run.wait_for("consume", 2, 90)
+        run.wait_for("consume", 2, END_S)
         capsys.readouterr()
         assert main(["status", "--connect", f"tcp://127.0.0.1:{first}", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["security"] == "insecure"
         run.process.send_signal(signal.SIGINT)
-        output = run.finish(90)
+        output = run.finish(END_S)
     assert run.process.returncode == 130, output
     assert "INSECURE: bound beyond this machine without keys" in output
     log = (run_dir / "logs" / "scheduler.log").read_text()

@@ -18,7 +18,7 @@ needs_model = pytest.mark.skipif(
 )
 
 SMALL = (
-    *("trainer.steps=3", "trainer.batch_size=1", "trainer.checkpoint_every=1", "parameters.store=disk"),
+    *("trainer.steps=3", "trainer.batch_size=1", "trainer.checkpoint_every=3", "parameters.store=disk"),
     *("trainer.eval_every=3", "trainer.eval_prompts=4"),
     *("rollout.group_size=4", "rollout.max_inflight=8", "rollout.max_new_tokens=3", "rollout.filter=none"),
 )
@@ -32,7 +32,7 @@ END_S = 800
 def test_a_pretrained_model_is_trained_end_to_end_although_its_trainer_is_killed(run_dir: Path, lora: int) -> None:
     with Run(run_dir, "smollm2.toml", *SMALL, f"model.lora.rank={lora}") as run:
         run.wait_for("consume", 1, END_S)  # the next step trains, or its version is being published
-        run.kill("attach", "train")
+        run.kill("attach", "train")  # it resumes from version 0, as only version 3 has a checkpoint
         output = run.finish(END_S)
     assert run.process.returncode == 0, output
     summary = run.summary()

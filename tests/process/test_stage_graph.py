@@ -8,12 +8,11 @@ import pytest
 
 from staleflow.monitor.lanes import overlaps, stage_lines
 from staleflow.report.reading import read
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine")]
 
 USERS = Path(__file__).parent.parent / "clients" / "user_code" / "users.py"
-END_S = 90
 STEPS = 6
 
 

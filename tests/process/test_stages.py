@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine")]
 
@@ -14,7 +14,6 @@ SMALL = (
     *("model.options.steps=10", "trainer.steps=4", "trainer.eval_every=0", "trainer.eval_prompts=0"),
     *("rollout.filter=none", "rollout.workers=1"),
 )
-END_S = 120
 
 
 def finished(run_dir: Path, run: Run, output: str, killed: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import staleflow
 from staleflow.protocols.wire.messages import SUBMITTED_ROWS
-from tests.process.running import ROOT, Run, audited
+from tests.process.running import END_S, ROOT, Run, audited
 
 pytestmark = pytest.mark.xdist_group("machine")
 
@@ -47,18 +47,19 @@ def test_the_page_shows_the_example() -> None:
 
 
 def test_every_row_is_trained_once_although_the_scheduler_and_the_trainer_are_killed(run_dir: Path) -> None:
-    small = (f"trainer.steps={STEPS}", "trainer.checkpoint_every=4", "rollout.simulated.mean_tokens=16")
+    small = (f"trainer.steps={STEPS}", "trainer.checkpoint_every=6", "rollout.simulated.mean_tokens=16")
     with Run(run_dir, "simulated.toml", *SUBMITTED, *small) as run, ThreadPoolExecutor(1) as thread:
-        run.wait_for("publish", 1, 60)
+        run.wait_for("publish", 1, END_S)
         with staleflow.PromptClient(run_dir) as client:
             numbers = [client.submit(rows(part), id=f"part-{part}") for part in range(4)]
-            run.wait_for("consume", 2, 60)
+            run.wait_for("consume", 2, END_S)
             submitting = thread.submit(
                 lambda: [client.submit(rows(part), id=f"part-{part}") for part in range(4, STEPS - 1)]
             )
             run.kill("serve", "scheduler")
-            numbers += submitting.result(60)
-            run.wait_for("consume", 6, 60)
+            numbers += submitting.result(END_S)
+            # Beyond the checkpoint of version 6; version 12 waits for the last rows.
+            run.wait_for("consume", 7, END_S)
             run.kill("attach", "train")  # the steps since its checkpoint are trained again
             again = [client.submit(rows(part), id=f"part-{part}") for part in range(STEPS - 1)]
             assert again == numbers
@@ -67,7 +68,7 @@ def test_every_row_is_trained_once_although_the_scheduler_and_the_trainer_are_ki
             newest, outcomes = 0, list[staleflow.Outcome]()
             while new := client.outcomes(newest):
                 newest, outcomes = new[-1].number, outcomes + new
-        run.finish(60)
+        run.finish(END_S)
     assert run.process.returncode == 0, run.output
     assert trained(run) == dict.fromkeys(range(BATCH * STEPS), 1)
     assert {outcome.row for outcome in outcomes} == set(range(BATCH * STEPS))
@@ -79,12 +80,12 @@ def test_every_row_is_trained_once_although_the_scheduler_and_the_trainer_are_ki
 @pytest.mark.long
 def test_the_example_of_a_curriculum_trains_until_the_run_ends(run_dir: Path) -> None:
     with Run(run_dir, "smoke.toml", *SUBMITTED, "trainer.steps=6", "trainer.eval_every=0") as run:
-        run.wait_for("publish", 1, 200)
+        run.wait_for("publish", 1, END_S)
         command = [sys.executable, "-W", "error", "-m", "staleflow.examples.curriculum", str(run_dir)]
         example = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:
-            run.finish(200)
-            output, _ = example.communicate(timeout=90)
+            run.finish(END_S)
+            output, _ = example.communicate(timeout=END_S)
         finally:
             example.kill()
     assert run.process.returncode == 0, run.output

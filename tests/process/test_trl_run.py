@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("trl")
 
-from tests.process.running import ROOT, Run, audited
+from tests.process.running import END_S, ROOT, Run, audited
 
 pytestmark = pytest.mark.xdist_group("machine")
 
@@ -19,9 +19,9 @@ SMALL = ("model.options.steps=20", "trainer.batch_size=4", "rollout.group_size=4
 
 def test_trl_trains_each_group_once_and_continues_from_its_checkpoint_after_a_kill(run_dir: Path) -> None:
     with Run(run_dir, "trl.toml", *SMALL, f"reward.run={REWARD}:length", "trainer.steps=12") as run:
-        run.wait_for("checkpoint", 2, 300)  # versions 0 and 2
+        run.wait_for("checkpoint", 2, END_S)  # versions 0 and 2
         run.kill("attach", "train")
-        output = run.finish(300)
+        output = run.finish(END_S)
         assert run.process.returncode == 0, output
     audited(run_dir, "join=2", "consume=12")
     summary = run.summary()

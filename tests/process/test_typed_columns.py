@@ -16,7 +16,7 @@ from staleflow.clients.rollout.samples import Lease, LeaseError, Sample
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.messages import PushGroups, PushItem, Results
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
-from tests.process.running import ROOT, audited
+from tests.process.running import END_S, ROOT, audited
 from tests.servers.running import Run, StageWorker, payload
 
 pytestmark = pytest.mark.xdist_group("machine")
@@ -27,7 +27,6 @@ COLUMNS: list[dict[str, Any]] = [
     {"name": "experts", "per": "token", "dtype": "int32", "shape": [2, 3]},
     {"name": "image", "per": "sample", "dtype": "bytes", "max_bytes": 100},
 ]
-LINE_S = 120
 
 
 async def trainer_of(run: Run, end: str) -> "asyncio.subprocess.Process":
@@ -38,7 +37,7 @@ async def trainer_of(run: Run, end: str) -> "asyncio.subprocess.Process":
 
 async def line_of(process: "asyncio.subprocess.Process") -> dict[str, Any]:
     assert process.stdout is not None
-    async with asyncio.timeout(LINE_S):
+    async with asyncio.timeout(END_S):
         read: dict[str, Any] = json.loads(await process.stdout.readline())
     return read
 
@@ -71,7 +70,7 @@ async def test_columns_survive_a_killed_trainer_and_killed_servers(run_dir: Path
         processes.append(await trainer_of(run, "wait"))
         async with AsyncRolloutClient(run.where.scheduler, lambda _: None, name="foreign", capacity=2) as foreign:
             leases: list[Lease] = []
-            async with asyncio.timeout(LINE_S):
+            async with asyncio.timeout(END_S):
                 while len(leases) < 2:
                     leases += await foreign.take(2 - len(leases))
             for lease in leases:
@@ -95,7 +94,7 @@ async def test_columns_survive_a_killed_trainer_and_killed_servers(run_dir: Path
         run.process("trajectories", 0)
         processes.append(await trainer_of(run, "commit"))
         assert await line_of(processes[1]) == pushed
-        async with asyncio.timeout(LINE_S):
+        async with asyncio.timeout(END_S):
             assert await processes[1].wait() == 0
     finally:
         for process in processes:
@@ -109,7 +108,7 @@ async def test_columns_survive_a_killed_trainer_and_killed_servers(run_dir: Path
 def test_the_example_prints_the_columns_of_both_steps(run_dir: Path) -> None:
     run_dir.parent.mkdir(exist_ok=True)
     command = [sys.executable, "-W", "error", str(EXAMPLE), str(run_dir)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LINE_S, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=END_S, check=False)
     assert done.returncode == 0, done.stderr
     for step in range(2):
         assert re.search(rf"step {step}: experts \(8, \d+, 4, 2\), 8 images, .* -2.30\n", done.stdout), done.stdout

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.clients.rollout.engines.vllm.serving import serve
-from tests.process.running import Run, audited
+from tests.process.running import END_S, Run, audited
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here: make test-vllm runs these tests", allow_module_level=True)
@@ -25,7 +25,6 @@ SMALL = (
     "model.options.heads=3",  # a head size of 32, for which vLLM's CPU attention has kernels
     "scheduler.lease_s=5.0",
 )
-END_S = 350
 
 
 def test_a_killed_worker_takes_its_engine_core_with_it_and_the_run_ends_normally(run_dir: Path) -> None:

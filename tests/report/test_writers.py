@@ -169,10 +169,9 @@ def test_a_writer_that_hangs_does_not_keep_the_run(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(writers, "FLUSH_TIMEOUT_S", 0.05)
     monkeypatch.setitem(writers.MAKERS, "wandb", lambda *_: Hanging())
-    assert shown(tmp_path, "wandb")[-2:] == [
-        "writer wandb did not finish in time; the last metrics may be missing there",
-        "stop",
-    ]
+    heard = shown(tmp_path, "wandb")
+    assert "writer wandb did not finish in time; the last metrics may be missing there" in heard
+    assert heard[-1] == "stop"
 
 
 def test_without_writers_the_view_is_the_view(tmp_path: Path) -> None:

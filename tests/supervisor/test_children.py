@@ -245,7 +245,11 @@ def test_a_child_that_loads_says_how_far_it_is(start: Callable[..., Child]) -> N
     assert child.state(child.loading()).doing == "weights, 34 %, 34 of 100"
 
 
-def test_draining_asks_workers_first_and_the_scheduler_last(start: Callable[..., Child]) -> None:
+def test_draining_asks_workers_first_and_the_scheduler_last(
+    start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in Kind:
+        monkeypatch.setitem(drain_module.TIMEOUTS_S, kind, 20.0)
     children = [start(POLITE, kind.value, kind) for kind in (Kind.SCHEDULER, Kind.SERVER, Kind.TRAINER, Kind.WORKER)]
     for child in children:
         until(partial(child.output, 1))
@@ -271,16 +275,31 @@ def test_a_trainer_that_has_joined_has_time_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
 ) -> None:
     monkeypatch.setitem(drain_module.TIMEOUTS_S, Kind.TRAINER, 0.5)
-    told = "readiness.report_attached(); " if joined else ""
-    saves = "signal.signal(15, lambda *_: (time.sleep(2), print('saved'), sys.exit(0)))"
-    imports = "import signal, sys, time; from staleflow.process import readiness; "
-    code = f"{imports}{told}{saves}; print('up'); time.sleep(60)"
+    announced = tmp_path / "announced"
+    code = f"""
+import os, signal, sys, time
+from staleflow.process import readiness
+def save(*_):
+    while not os.path.exists({str(announced)!r}):
+        time.sleep(0.01)
+    print("saved")
+    sys.exit(0)
+{"readiness.report_attached()" if joined else ""}
+signal.signal(signal.SIGTERM, save)
+print("up")
+time.sleep(60)
+"""
     role = Role(name="trainer", kind=Kind.TRAINER, command=(sys.executable, "-c", code), works=WorkingSince.ATTACHED)
     lifeline, said = Lifeline(), list[str]()
     child = Child(role, tmp_path, lifeline)
     child.start()
     until(partial(child.output, 1))
-    drain([child], nothing, said.append, threading.Event())
+
+    def notify(text: str) -> None:
+        said.append(text)
+        announced.touch()  # the trainer has taken longer than usual, and may end
+
+    drain([child], nothing, notify, threading.Event())
     lifeline.close()
     assert (child.exit_code, child.output(1)) == ((0, ["saved"]) if joined else (-signal.SIGKILL, ["up"]))
     assert len(said) == joined
@@ -288,6 +307,7 @@ def test_a_trainer_that_has_joined_has_time_to_save(
 
 def test_who_looks_on_cannot_break_off_a_drain(start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(drain_module.TIMEOUTS_S, Kind.TRAINER, 0.0)
+    monkeypatch.setitem(drain_module.TIMEOUTS_S, Kind.SCHEDULER, 20.0)
     monkeypatch.setattr(drain_module, "MACHINE_TIMEOUT_S", 0.5)
     trainer, scheduler = start(DEAF, "trainer", Kind.TRAINER), start(SLEEP, "scheduler", Kind.SCHEDULER)
     for child in (trainer, scheduler):

@@ -96,18 +96,28 @@ sys.exit(3)
     assert all(gone(pid) for pid in pids(tmp_path))
 
 
-def test_the_group_of_a_rank_is_killed_once_and_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    killed, killpg = dict[int, float](), os.killpg
+def test_the_group_of_a_rank_is_killed_once_and_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 stays until the group of rank 0 has been killed."""
+    killed, killpg = list[int](), os.killpg
+    first = tmp_path / "first"
 
     def noted(group: int, number: int) -> None:
         assert group not in killed
-        killed[group] = time.monotonic()
+        killed.append(group)
+        first.touch()
         killpg(group, number)
 
     monkeypatch.setattr(os, "killpg", noted)
-    assert ranks("import os, time; time.sleep(1.5 * int(os.environ['RANK']))") == 0
-    first, last = sorted(killed.values())
-    assert last - first > 1.0
+    code = f"""
+import os, sys, time
+deadline = time.monotonic() + 60
+while os.environ["RANK"] == "1" and not os.path.exists({str(first)!r}):
+    if time.monotonic() > deadline:
+        sys.exit(1)
+    time.sleep(0.02)
+"""
+    assert ranks(code) == 0
+    assert len(killed) == 2
 
 
 def test_a_rank_that_cannot_be_started_takes_those_before_it_along(monkeypatch: pytest.MonkeyPatch) -> None:
