@@ -235,6 +235,7 @@ async def test_a_shard_and_a_parameter_server_start_on_a_full_disk_with_what_the
         await trainer.publish(0, WEIGHTS)
         rollout = await run.rollout(capacity=8)
         leased = await rollout.leases(4)
+        await rollout.until_room()
         assert {result.code for result in await rollout.push(*leased)} == {None}
         disk.fill(left=0)
         for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGTERM):

@@ -143,6 +143,6 @@ async def test_a_version_larger_than_the_disk_is_refused_before_the_disk_is_fill
         nbytes=2**46,
     )
     with pytest.raises(Unavailable, match=r"has 70368744177664 bytes; \d+ bytes are free"):
-        await run.client(run.where.parameters, trainer.worker).ask(ask, BeginPublishReply, timeout_s=0.5)
+        await run.client(run.where.parameters, trainer.worker).ask(ask, BeginPublishReply, timeout_s=3)
     assert files(run) == set()
     assert (await trainer.publish(0, WEIGHTS)).version == 0

@@ -78,6 +78,7 @@ async def test_servers_on_a_disk_that_turns_read_only_refuse_writes_serve_reads_
         await trainer.publish(0, WEIGHTS)
         rollout, stage = await run.rollout(), StageWorker(run)
         first, second, third = (await rollout.leases(3))[:3]
+        await rollout.until_room()
         assert [result.code for result in await rollout.push(first)] == [None]
         items, _ = await stage.take(most=1)
         disk.turn_read_only()

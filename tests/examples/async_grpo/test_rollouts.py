@@ -58,7 +58,7 @@ def publish(rollouts: Rollouts) -> None:
 
 
 def take(rollouts: Rollouts, count: int) -> list[Any]:
-    return [rollouts.rollout_buffer.get(timeout=5) for _ in range(count)]
+    return [rollouts.rollout_buffer.get(timeout=60) for _ in range(count)]
 
 
 def test_a_step_that_took_its_batch_and_one_micro_batch_more_is_published(service: Service, run: staleflow.Run) -> None:

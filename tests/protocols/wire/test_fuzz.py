@@ -30,6 +30,7 @@ async def test_any_bytes_give_a_message_or_a_refusal_and_never_anything_else(tar
 
 async def test_the_same_seed_makes_the_same_messages(tmp_path: Path) -> None:
     first, second = [await fuzz("scheduler", 2_000, 3, tmp_path / name) for name in "ab"]
+    assert first.lines == second.lines
     assert first.outcomes == second.outcomes
 
 

@@ -137,6 +137,7 @@ async def test_a_relay_below_one_that_gives_nothing_has_its_bytes_from_the_param
     grown: Grown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "STALL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(weights, "MIN_BYTES", 1)
     monkeypatch.setattr(tree, "FANOUT", 1)
     for name in ("relay-0", "relay-1"):
         await grown.grow(name)

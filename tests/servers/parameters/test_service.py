@@ -496,6 +496,6 @@ async def test_a_disk_without_room_makes_a_publish_wait(run: Run, monkeypatch: p
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(Exception, match="No space left on device"):
-            await client.ask(begin(trainer), BeginPublishReply, timeout_s=0.5)
+            await client.ask(begin(trainer), BeginPublishReply, timeout_s=3)
     assert files(run) == set()
     assert (await upload(run, trainer, begin(trainer))).version == 0

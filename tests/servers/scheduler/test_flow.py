@@ -178,7 +178,7 @@ async def test_a_silent_instance_gets_nothing_and_is_welcome_when_it_is_back(wor
 async def test_a_trainer_that_waits_in_vain_is_told_why(world: World) -> None:
     cast = await Cast(world).enter()
     with pytest.raises(Unavailable, match="step 0 waits for groups: 0 of 2 are ready"):
-        await cast.trainer.next_batch(0, timeout_s=1)
+        await cast.trainer.next_batch(0, timeout_s=4)
 
 
 async def test_a_newer_trainer_fences_the_older_even_while_it_waits(world: World) -> None:

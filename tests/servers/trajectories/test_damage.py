@@ -225,6 +225,7 @@ async def test_a_page_header_that_ends_a_shard_is_named_when_it_is_started_again
     run.process("trajectories", 0)
     await (await run.trainer()).publish(0, WEIGHTS)
     rollout = await run.rollout(capacity=20)
+    await rollout.until_room()
     assert {result.code for result in await rollout.push(*await rollout.leases(20))} == {None}
     assert run.kill("trajectories-0", signal.SIGTERM) == 0
     file = run.run_dir / "trajectories-0" / "data.mdb"

@@ -111,7 +111,7 @@ async def test_what_a_worker_pushes_again_onto_an_empty_disk_goes_through_its_st
     assert {result.code for result in await rollout.push(*assigns)} == {None}
     ask = GetGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
     with pytest.raises(Unavailable, match=r"busy: group .* is going through its stages again"):
-        await run.shard(trainer.worker).call(ask, timeout_s=1)
+        await run.shard(trainer.worker).call(ask, timeout_s=4)
     items, _ = await stage.take()
     await stage.finish(items)
     groups, _ = await run.shard(trainer.worker).call(ask)

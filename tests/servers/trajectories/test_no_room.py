@@ -259,7 +259,7 @@ async def test_a_push_that_found_no_room_has_one_answer_afterwards(wide: Run, in
     incoming.map_full = True
     assert await push(shard, rollout.worker, leased) == [Code.BUSY]
     with pytest.raises(Unavailable, match="the trajectory server's map is nearly full"):
-        await shard.ask(PushGroups(items=[]), Results, timeout_s=0.2)
+        await shard.ask(PushGroups(items=[]), Results, timeout_s=3)
     incoming.map_full = False
     assert (await shard.ask(PushGroups(items=[]), Results)).results == []
     assert [await push(shard, rollout.worker, leased) for _ in range(2)] == [[None], [None]]

@@ -66,7 +66,8 @@ async def test_a_group_that_a_stage_had_at_a_kill_goes_to_the_stage_again(
     await trainer.publish(0, WEIGHTS)
     rollout = await run.rollout()
     leased = await rollout.leases(2)
-    await rollout.push(*leased)
+    await rollout.until_room()
+    assert {result.code for result in await rollout.push(*leased)} == {None}
     stage = StageWorker(run)
     before = await taken(stage, len(leased))
     run.kill("trajectories-0")

@@ -295,7 +295,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(steps=st.lists(STEPS, max_size=30))
 def test_whatever_comes_in_one_drain_no_byte_of_a_group_is_written_again(steps: list[Step]) -> None:
     with TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ from staleflow.servers.parameters.relay.arrivals import Arrivals
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.runner import Answer
 from tests.servers.parameters.relay.growing import LARGE, RELAY_HOST, Grown, manifest_of, pulled, same
-from tests.servers.running import produced
+from tests.servers.running import eventually, produced
 
 pytestmark = pytest.mark.usefixtures("hosts")
 
@@ -75,7 +75,13 @@ async def test_a_relay_that_failed_keeps_no_pin(grown: Grown, monkeypatch: pytes
     monkeypatch.setattr(Arrivals, "read", fails)
     same((await pulled(grown.reader()))[0])
     assert asked, "void: it was never asked"
-    (version,) = (await grown.run.status(await grown.endpoint("relay-0")))["versions"]
+    at = await grown.endpoint("relay-0")
+
+    async def kept() -> bool:
+        return bool((await grown.run.status(at))["versions"])
+
+    await eventually(kept)
+    (version,) = (await grown.run.status(at))["versions"]
     assert version["pinned_by"] == []
 
 

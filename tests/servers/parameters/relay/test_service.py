@@ -315,8 +315,12 @@ async def test_a_relay_is_a_process_that_may_be_killed(grown: Grown) -> None:
     try:
         await eventually(lambda: grown.is_there("relay-0"))
         same((await pulled(grown.reader()))[0])
-        status = await grown.run.status(await grown.endpoint("relay-0"))
-        assert [version["version"] for version in status["versions"]] == [0]
+        at = await grown.endpoint("relay-0")
+
+        async def kept() -> bool:
+            return [version["version"] for version in (await grown.run.status(at))["versions"]] == [0]
+
+        await eventually(kept)
         worker = str((await grown.tree())[0]["relay"])
         process.kill()
         process.wait()

