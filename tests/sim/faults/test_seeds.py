@@ -21,7 +21,7 @@ from staleflow.sim.faults.run import Outcome, run_seed
 from staleflow.trace.audit.report import FileRule
 from staleflow.trace.audit.state import Rule as AuditRule
 
-SEEDS = (1, 3, 7, 12, 14, 16, 18, 20)
+SEEDS = (1, 3, 5, 12, 18, 19, 32)
 """Seeds of ``make test``: together they have every fault, and something to check for every rule."""
 MORE_SEEDS = tuple(seed for seed in range(1, 21) if seed not in SEEDS)
 CASES = [*SEEDS, *(pytest.param(seed, marks=pytest.mark.long) for seed in MORE_SEEDS)]
@@ -95,7 +95,7 @@ def test_every_fault_is_named_on_the_page() -> None:
 
 
 def test_a_seed_is_the_same_run_whatever_the_order_of_hashes_and_whatever_ran_before() -> None:
-    seed = 14
+    seed = 12
     program = f"from staleflow.sim.faults.run import run_seed; print(run_seed({seed}, {EVENTS}).trace_hash)"
     environment = os.environ | {"PYTHONHASHSEED": "1"}
     run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
