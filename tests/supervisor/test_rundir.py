@@ -118,8 +118,12 @@ def test_whoever_looks_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.Monk
     run = make(tmp_path / "run")
     with (run / ".lock").open() as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
-        # the other process has looked before the second attempt
-        monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+
+        def looked(seconds: float) -> None:
+            """The other process has looked before the second attempt."""
+            fcntl.flock(looking, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(time, "sleep", looked)
         with rundir.claim(config(), run, resume=True):
             assert rundir.holder(run) is not None
 
