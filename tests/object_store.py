@@ -9,6 +9,8 @@ import time
 import urllib.request
 from types import TracebackType
 
+from tests.servers.ports import ReservedPort
+
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "AKIDTEST", "AWS_SECRET_ACCESS_KEY": "very-secret", "AWS_REGION": "us-east-1"}
 START_TIMEOUT_S = 60.0
 SIGNED = f"AWS4-HMAC-SHA256 Credential={ENVIRONMENT['AWS_ACCESS_KEY_ID']}/20260101/us-east-1/s3/aws4_request"
@@ -23,9 +25,8 @@ class S3Server:
     """The server. After ``kill``, ``start`` starts it at the same port, empty."""
 
     def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self._reserved = ReservedPort()
+        self.port = self._reserved.number
         self.url = f"http://127.0.0.1:{self.port}"
         self.environment = ENVIRONMENT | {"AWS_ENDPOINT_URL": self.url}
         self._process: subprocess.Popen[bytes] | None = None
@@ -70,3 +71,4 @@ class S3Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
+        self._reserved.close()

@@ -21,8 +21,9 @@ import numpy as np
 from staleflow.clients.weights import NamedTensors, Publisher, Puller
 from staleflow.configs.loading.load import addresses, from_json, write_resolved
 from staleflow.configs.schema import Config
-from staleflow.net.client import Client, worker_id
+from staleflow.net.client import DEFAULT_LIMITS, Client, worker_id
 from staleflow.net.endpoint import Endpoint
+from staleflow.net.limits import TransportLimits
 from staleflow.process.daemon import Stop
 from staleflow.process.readiness import SLOT_VARIABLE
 from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
@@ -191,13 +192,13 @@ class Run:
 
     # Workers ---------------------------------------------------------------------------------------------------------
 
-    def client(self, address: str, worker: WorkerId) -> Client:
-        client = Client(address, worker=worker)
+    def client(self, address: str, worker: WorkerId, limits: TransportLimits = DEFAULT_LIMITS) -> Client:
+        client = Client(address, worker=worker, limits=limits)
         self.clients.append(client)
         return client
 
-    def shard(self, worker: WorkerId, shard: int = 0) -> Client:
-        return self.client(self.where.trajectories[shard], worker)
+    def shard(self, worker: WorkerId, shard: int = 0, limits: TransportLimits = DEFAULT_LIMITS) -> Client:
+        return self.client(self.where.trajectories[shard], worker, limits)
 
     async def status(self, address: str) -> dict[str, Any]:
         client = Client(address, worker=worker_id("status"))

@@ -266,7 +266,8 @@ def test_a_reward_that_gives_no_number_for_a_real_row_is_named_with_what_it_gave
     """Such a reward would fail every group of the run."""
     judge = tmp_path / "judge.py"
     judge.write_text(TRIED)
-    assert refused(write, f"reward.run={judge}:{function}", "reward.timeout_s=0.5") == (
+    limit_s = 0.5 if function == "hangs" else 60.0
+    assert refused(write, f"reward.run={judge}:{function}", f"reward.timeout_s={limit_s}") == (
         f'reward.run is "{judge}:{function}"; called with the first row of prompts.source and the completion "42" it '
         f"{says}; with reward.probe = false it is not tried"
     )

@@ -28,7 +28,7 @@ WEIGHTS = {"w": torch.ones(4)}
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
     with serving(FILL) as service:
-        service.wait_for("attach", 4)
+        service.wait_for("attach", 5)
         yield service
 
 

@@ -8,12 +8,13 @@
 import argparse
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
+
+from tests.servers.ports import ReservedPort
 
 MAX_GUESSES = 4
 START_S = 90.0
@@ -23,11 +24,9 @@ class Serving:
     """The process of a server module. Its port stays the same if it is started again."""
 
     def __init__(self, module: str, *arguments: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [sys.executable, "-m", module, "--port", str(self.port), *arguments]
+        self._reserved = ReservedPort()
+        self.url = f"http://127.0.0.1:{self._reserved.number}"
+        self._command = [sys.executable, "-m", module, "--port", str(self._reserved.number), *arguments]
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
@@ -55,6 +54,10 @@ class Serving:
             self._process.wait()
             self._process = None
 
+    def close(self) -> None:
+        self.kill()
+        self._reserved.close()
+
 
 @contextlib.contextmanager
 def serving(
@@ -66,7 +69,7 @@ def serving(
         server.wait()
         yield server
     finally:
-        server.kill()
+        server.close()
 
 
 def main() -> None:

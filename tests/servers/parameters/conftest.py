@@ -17,7 +17,6 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Put the parameter server on this host, relays on a second and readers on a third, unless a test moves them."""
     monkeypatch.setattr(weights, "CHUNK_BYTES", 50_000)
     monkeypatch.setattr(weights, "SPAN_BYTES", 50_000)
-    monkeypatch.setattr(weights, "PING_TIMEOUT_S", 2.0)
     monkeypatch.setattr(relay, "JOIN_INTERVAL_S", 0.05)
     monkeypatch.setattr(relay, "boot_id", lambda: RELAY_HOST)
     monkeypatch.setattr(tree, "is_loopback", str.isspace)  # always False: relays are reachable from everywhere

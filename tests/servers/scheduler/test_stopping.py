@@ -13,8 +13,8 @@ from staleflow.servers.scheduler import main
 from tests.servers.running import Rollout, Run
 
 
-async def report(rollout: Rollout) -> Commands:
-    body = Report(worker=rollout.worker, ack=rollout.ack, held=[], stats=InstanceStats(), wait_ms=10)
+async def report(rollout: Rollout, wait_ms: int = 10) -> Commands:
+    body = Report(worker=rollout.worker, ack=rollout.ack, held=[], stats=InstanceStats(), wait_ms=wait_ms)
     return await rollout.scheduler.ask(body, Commands, timeout_s=20)
 
 
@@ -55,7 +55,7 @@ async def test_a_worker_that_reports_after_the_stop_is_told_to_leave(
             assert not (await report(rollout)).drain
         await left.scheduler.ask(Detach(worker=left.worker, why="it has enough"), Done)
         task = run.stop_scheduler()
-        assert (await report(told)).drain
+        assert (await report(told, wait_ms=10_000)).drain
         done, _ = await asyncio.wait({task}, timeout=0.3)
         assert not done, "one worker does not know yet"
         assert (await report(silent)).drain

@@ -15,7 +15,8 @@ import msgspec
 from staleflow.configs.loading.load import addresses, write_resolved
 from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Scheduler, Staleness
 from staleflow.configs.trainer import Trainer
-from staleflow.net.client import Client, worker_id
+from staleflow.net.client import DEFAULT_LIMITS, Client, worker_id
+from staleflow.net.limits import TransportLimits
 from staleflow.protocols.consistency.effects import ReleaseWhy
 from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Segment, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.messages import (
@@ -57,6 +58,9 @@ from staleflow.configs.loading.load import read_run
 from staleflow.servers.scheduler.main import serve
 sys.exit(serve(read_run(Path(sys.argv[1])), Path(sys.argv[1])))
 """
+
+TIMEOUT_S = 100.0
+"""Timeout of calls that may wait for restarts of the scheduler, which take long on a busy machine."""
 
 
 def config(
@@ -144,8 +148,8 @@ class World:
         if self._process is not None:
             self.kill()
 
-    def client(self, worker: WorkerId) -> Client:
-        client = Client(self.address, worker=worker)
+    def client(self, worker: WorkerId, limits: TransportLimits = DEFAULT_LIMITS) -> Client:
+        client = Client(self.address, worker=worker, limits=limits)
         self._clients.append(client)
         return client
 
@@ -195,7 +199,7 @@ class Shard(Someone):
         )
 
     async def operate(self, *ops: Op) -> list[Result]:
-        return (await self.client.ask(Operations(ops=list(ops)), Results)).results
+        return (await self.client.ask(Operations(ops=list(ops)), Results, timeout_s=TIMEOUT_S)).results
 
     def push(self, assign: Assign, worker: WorkerId, tokens: int = 6) -> RegisterPush:
         return RegisterPush(
@@ -250,7 +254,7 @@ class Instance(Someone):
             stats=self.stats,
             wait_ms=wait_ms,
         )
-        commands = await self.client.ask(report, Commands)
+        commands = await self.client.ask(report, Commands, timeout_s=TIMEOUT_S)
         self.drain = commands.drain
         for number, command in enumerate(commands.commands, commands.first):
             if number > self.ack:
@@ -270,7 +274,7 @@ class Instance(Someone):
                 paused_s = self.stats.paused_s + self.pause_s
                 self.stats = msgspec.structs.replace(self.stats, **weights, paused_s=paused_s)
                 pulled = Pulled(worker=self.worker, sha=sha(command.version), ok=True, **weights)  # type: ignore[arg-type]
-                await self.client.ask(pulled, Done)
+                await self.client.ask(pulled, Done, timeout_s=TIMEOUT_S)
             case _:
                 raise AssertionError(f"unexpected {command}")
 
@@ -313,6 +317,7 @@ class TrainerOf(Someone):
                 nbytes=10,
             ),
             RegisterVersionReply,
+            timeout_s=TIMEOUT_S,
         )
 
     async def next_batch(self, step: int, timeout_s: float = 10) -> Batch:
@@ -324,6 +329,7 @@ class TrainerOf(Someone):
         await self.client.ask(
             RegisterCheckpoint(trainer_term=self.term, lineage=Lineage(lineage), version=Version(version)),
             RegisterCheckpointReply,
+            timeout_s=TIMEOUT_S,
         )
 
 

@@ -17,6 +17,7 @@ from staleflow.servers.trajectories import service
 from staleflow.servers.trajectories.service import TrajectoryService
 from staleflow.servers.trajectories.store import TrajectoryStore
 from staleflow.store.base import FULL_SHARE, DiskFull
+from tests.clients.rollout.peers import ONCE
 from tests.servers.running import WEIGHTS, Run, eventually, payload
 from tests.servers.trajectories.remote_engine import Engine
 
@@ -92,7 +93,7 @@ async def engines(run: Run, groups: int, count: int = 2) -> list[tuple[Engine, l
     await trainer.publish(0, WEIGHTS)
     rollout = await run.rollout(capacity=count * groups)
     leased = await rollout.leases(count * groups)
-    shards = [run.shard(rollout.worker) for _ in range(count)]
+    shards = [run.shard(rollout.worker, limits=ONCE) for _ in range(count)]
     return [(Engine(rollout, shard), leased[n * groups : (n + 1) * groups]) for n, shard in enumerate(shards)]
 
 
@@ -229,15 +230,16 @@ async def test_groups_of_one_message_are_judged_each_by_itself(wide: Run, incomi
     leased = (await holder.leases(2))[:2]
     await wide.stop("scheduler")  # no scheduler can resolve the holder of the lease
     evil = WorkerId("evil.1")
-    squatting = asyncio.create_task(push(wide.shard(evil), evil, leased[:1]))
+    squatter, owner = (wide.shard(worker, limits=ONCE) for worker in (evil, holder.worker))
+    squatting = asyncio.create_task(push(squatter, evil, leased[:1]))
     await incoming.pushed(1)
-    pushing = asyncio.create_task(push(holder.shards[0], holder.worker, leased))
+    pushing = asyncio.create_task(push(owner, holder.worker, leased))
     await incoming.pushed(2)
     wide.scheduler()
     assert await pushing == [Code.BUSY, None]
     assert len(incoming.pushes) == 2
     assert await squatting == [Code.STALE_LEASE]
-    assert await push(holder.shards[0], holder.worker, leased) == [None, None]
+    assert await push(owner, holder.worker, leased) == [None, None]
 
 
 async def push(shard: Client, worker: WorkerId, assigns: Sequence[Assign]) -> list[Code | None]:

@@ -20,7 +20,7 @@ from staleflow.protocols.wire.messages import Batch, Done, Metrics
 from staleflow.protocols.wire.stages import CRITIC
 from staleflow.store.memory import MemoryWrite
 from tests.servers.scheduler.table import Seat, Table
-from tests.servers.scheduler.world import Cast, Instance, Someone, TrainerOf, World, config
+from tests.servers.scheduler.world import TIMEOUT_S, Cast, Instance, Someone, TrainerOf, World, config
 
 
 async def test_leases_batches_and_fences_survive(world: World) -> None:
@@ -64,17 +64,21 @@ async def test_who_never_comes_back_loses_his_leases_when_they_expire(short_dir:
     world.start()
     try:
         cast = await Cast(world).enter()
-        held = {assign.group for assign in await cast.instance.until_held(4)}
+        lost = await cast.instance.until_held(4)
         cast.instance.client.close()
         world.kill()
         world.start()
         other = Instance(world, "rollout-1")
         await other.attach()
-        assert {assign.group for assign in await other.until_held(4)} == held
+        assert {assign.group for assign in await other.until_held(4)} == {assign.group for assign in lost}
         late = await cast.shard.operate(cast.shard.push(next(iter(cast.instance.held.values())), cast.instance.worker))
         assert [result.code for result in late] == [Code.STALE_LEASE]
         world.stop()
-        assert world.audit().events["release:expired"] >= 4  # another's may expire while the scheduler stops
+        world.audit()
+        lines = [json.loads(line) for line in (world.run_dir / "trace.jsonl").read_bytes().splitlines()]
+        expired = [line["lease"] for line in lines if line["ev"] == "release" and line["why"] == "expired"]
+        leases = {assign.lease for assign in lost}  # leases of the other instance may expire during the stop
+        assert sorted(lease for lease in expired if lease in leases) == sorted(leases)
     finally:
         world.close()
 
@@ -88,12 +92,13 @@ async def _train(cast: Cast, steps: int) -> list[dict[str, object]]:
         cast.instance.let_go(assigns)
         for assign in assigns:
             acknowledged.append({"ev": "occupy", "group": assign.group})
-        batch = await cast.trainer.next_batch(step, timeout_s=100)
+        batch = await cast.trainer.next_batch(step, timeout_s=TIMEOUT_S)
         await cast.trainer.publish(step + 1, batch.batch)
         acknowledged.append({"ev": "consume", "batch": batch.batch, "step": step})
         if step % 3 == 2:
             await cast.trainer.checkpoint(step + 1)
-        await cast.trainer.client.ask(Metrics(worker=cast.trainer.worker, step=batch.step, values={}), Done)
+        metrics = Metrics(worker=cast.trainer.worker, step=batch.step, values={})
+        await cast.trainer.client.ask(metrics, Done, timeout_s=TIMEOUT_S)
     return acknowledged
 
 

@@ -1,8 +1,8 @@
 """The metrics of a scheduler are finite numbers, in a text that Prometheus's own parser accepts."""
 
-import socket
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -16,14 +16,14 @@ from staleflow.protocols.consistency.ids import Step
 from staleflow.protocols.wire.messages import Done
 from staleflow.protocols.wire.messages import Metrics as StepMetrics
 from staleflow.servers.scheduler.status.prometheus import names
+from tests.servers.ports import ReservedPort
 from tests.servers.scheduler.world import Cast, World, config
 
 
 @pytest.fixture
-def url() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
+def url() -> Iterator[str]:
+    with closing(ReservedPort()) as port:
+        yield f"http://127.0.0.1:{port.number}"
 
 
 @pytest.fixture

@@ -20,9 +20,13 @@ from staleflow.protocols.consistency.ids import (
 )
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
+from staleflow.protocols.wire.messages import Metrics
 from staleflow.servers.scheduler.ledger.totals import Totals
 from staleflow.servers.scheduler.lengths.expected import Lengths
 from staleflow.servers.scheduler.status.step_metrics import StepMetrics, length_bias
+from staleflow.trace.reader import read_events
+from tests.servers.scheduler.table import Seat, Table
+from tests.servers.scheduler.world import config
 
 LIMITS = Limits(max_staleness=1, batch_size=2)
 
@@ -77,6 +81,27 @@ def test_the_trainers_word_counts_where_both_know_a_number(tmp_path: Path) -> No
     path = tmp_path / "metrics.jsonl"
     metrics(path).step(Step(0), {"perf/tokens_per_second": 7.0}, machine(), [], 10**9)
     assert lines(path)[0]["perf/tokens_per_second"] == 7.0
+
+
+def test_a_lease_lasts_until_its_group_is_pushed_as_in_the_trace(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config(batch_size=2))
+    seat = Seat(table, "a")
+    for group in seat.holds()[:2]:
+        table.after(2_000)
+        seat.finish(group)
+    table.after(1_000)
+    table.train()
+    table.ask("trainer", Metrics(worker=WorkerId("trainer"), step=Step(0), values={}))
+    table.close()
+    began_ns, held_s = dict[int, int](), list[float]()
+    for event in read_events(table.run_dir / "trace.jsonl"):
+        if event["ev"] == "reserve":
+            began_ns[event["lease"]] = event["m"]
+        elif event["ev"] == "push":
+            held_s.append((event["m"] - began_ns[event["lease"]]) / 1e9)
+    assert held_s == [2.0, 4.0]
+    (line,) = lines(table.run_dir / "metrics.jsonl")
+    assert line["time/reserve"] == 3.0
 
 
 def test_a_file_that_is_not_ours_does_not_stop_a_run(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tests.servers.scheduler.world import Cast, World, config
 
-LEASE_S = 3.0
-PAUSE_S = 4.5
+LEASE_S = 6.0
+PAUSE_S = 7.5
 """Longer than a lease and than the silence limit of a peer."""
 
 
