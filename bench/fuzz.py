@@ -10,7 +10,6 @@ reached, or gets a new kind of reply.
 
 import argparse
 import asyncio
-import gc
 import logging
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from bench.fuzz_scheduler import SchedulerTarget
 from bench.fuzz_shard import ShardTarget
 from bench.fuzz_target import UNREADABLE, Finding, Target, read
 from bench.progress import tracked
+from staleflow.sim.faults.run import garbage_kept
 
 SHARES = {"codec": 0.7, "scheduler": 0.1, "shard": 0.1, "parameters": 0.1}
 """Share of all messages."""
@@ -157,15 +157,13 @@ def _traced(lines: set[tuple[str, int]], offer: Callable[[], str]) -> str:
     def trace(frame: FrameType, _: str, __: Any) -> Any:
         return local if any(room in frame.f_code.co_filename for room in ROOMS) else None
 
-    before, collects = sys.gettrace(), gc.isenabled()
-    gc.disable()
-    sys.settrace(trace)
-    try:
-        return offer()
-    finally:
-        sys.settrace(before)
-        if collects:
-            gc.enable()
+    before = sys.gettrace()
+    with garbage_kept():
+        sys.settrace(trace)
+        try:
+            return offer()
+        finally:
+            sys.settrace(before)
 
 
 async def fuzz(name: str, messages: int, seed: int, folder: Path) -> Report:

@@ -1,4 +1,4 @@
-"""Async tests run on the event loop that the product uses; no test has a limit of time of its own."""
+"""Async tests run on the event loop that the product uses; examples of property tests have no deadline."""
 
 import asyncio
 import os

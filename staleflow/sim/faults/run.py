@@ -88,7 +88,7 @@ def run_plan(plan: Plan, events: int, run_dir: Path | None = None) -> Outcome:
 def _run(plan: Plan, events: int, run_dir: Path) -> Outcome:
     world = World(plan, run_dir)
     faults = Faults(plan, world)
-    with _garbage_kept(), world.machine.installed():
+    with garbage_kept(), world.machine.installed():
         try:
             world.begin()
             faults.begin()
@@ -112,7 +112,7 @@ def _run(plan: Plan, events: int, run_dir: Path) -> Outcome:
 
 
 @contextmanager
-def _garbage_kept() -> Generator[None]:
+def garbage_kept() -> Generator[None]:
     """Disable garbage collection: a run leaves little garbage, and searching for it takes a quarter of its time."""
     enabled = gc.isenabled()
     gc.disable()

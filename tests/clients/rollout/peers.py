@@ -42,7 +42,7 @@ from staleflow.protocols.wire.tensors import arrays
 from staleflow.protocols.wire.trajectory import GroupPayload
 
 ONCE = TransportLimits(retry_s=30.0, retry_cap_s=30.0)
-"""Calls are recorded as often as they arrive: a reply that a busy machine reads late is no reason to ask again."""
+"""For clients whose calls a test counts: a reply that a busy machine reads late does not cause a resend."""
 
 
 @dataclass
