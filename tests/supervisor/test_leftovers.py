@@ -20,13 +20,17 @@ def test_only_the_remains_of_the_dead_are_removed(tmp_path: Path, of: str, state
     path = memory_folder.create(folder)
     (path / "0-0.bin").write_bytes(b"w")
     lock = tmp_path / "run" / ".lock"
-    if state in ("died", "running"):
+    if state == "died":
         lock.write_text("1\n")
     if state == "deleted":
         folder.rmdir()
     try:
-        with lock.open("a") if state == "running" else (tmp_path / "any").open("a") as held:
+        with (tmp_path / "held").open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
+            held.write("1\n")
+            held.flush()
+            if state == "running":  # it is locked from the first moment: runs of other tests sweep at any time
+                os.rename(held.name, lock)
             sweep()
             assert path.exists() == stays
     finally:
@@ -38,9 +42,8 @@ def test_a_folder_in_use_stays_although_its_disk_folder_is_not_visible(tmp_path:
     """The server runs in another container, with the same /dev/shm."""
     folder = tmp_path / "parameters"
     folder.mkdir()
-    path = memory_folder.create(folder)
+    lock = memory_folder.lock(path := memory_folder.create(folder))
     folder.rmdir()
-    lock = memory_folder.lock(path)
     try:
         sweep()
         assert path.exists()
