@@ -1,6 +1,7 @@
 """Async tests run on the event loop that the product uses; examples of property tests have no deadline."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
@@ -13,6 +14,7 @@ import uvloop
 from hypothesis import settings
 
 from tests.object_store import S3Server, installed
+from tests.servers.ports import ReservedPort
 
 settings.register_profile("tests", deadline=None)  # an example that waits for a processor is no failure
 settings.load_profile("tests")
@@ -45,6 +47,13 @@ def short_dir() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="sf-"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def ports() -> Iterator[list[int]]:
+    """Numbers of three ports of loopback, reserved for servers of this test."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(contextlib.closing(ReservedPort())).number for _ in range(3)]
 
 
 @pytest.fixture(scope="session")

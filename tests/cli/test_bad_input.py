@@ -246,15 +246,12 @@ def test_a_run_whose_scheduler_is_on_another_machine_is_not_taken_for_ended(cli:
     assert (said.code, last) == (1, f"staleflow: the scheduler at tcp://198.51.100.1:5551 {silent}")
 
 
-def test_a_run_bound_to_every_interface_may_be_elsewhere(cli: Cli, short_dir: Path) -> None:
+def test_a_run_bound_to_every_interface_may_be_elsewhere(cli: Cli, short_dir: Path, ports: list[int]) -> None:
     from staleflow.configs.loading.load import load, write_resolved
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    bound = ["security.insecure=true", f"scheduler.bind=tcp://0.0.0.0:{port}"]
+    bound = ["security.insecure=true", f"scheduler.bind=tcp://0.0.0.0:{ports[0]}"]
     write_resolved(load(SIMULATED, bound), short_dir / "r")
-    where = f"or its servers are on another machine: --connect tcp://THAT-MACHINE:{port}"
+    where = f"or its servers are on another machine: --connect tcp://THAT-MACHINE:{ports[0]}"
     assert where in cli("status", "r").err
     refused(cli("top", "r"), where, ["r"])
 

@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -32,14 +31,6 @@ IMPORTS = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_extern
 DEFINERS = ("dataclasses.py", "collections/__init__.py", "enum.py", "typing.py", "functools.py", "inspect.py")
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 @pytest.fixture
 def keys(run_dir: Path) -> Path:
     folder = run_dir.parent / "keys"
@@ -47,9 +38,9 @@ def keys(run_dir: Path) -> Path:
     return folder
 
 
-def overrides(keys: Path) -> tuple[list[str], str]:
+def overrides(keys: Path, ports: list[int]) -> tuple[list[str], str]:
     """Overrides for a run over TCP with keys; and the scheduler's address."""
-    first, second, third = free_ports(3)
+    first, second, third = ports
     scheduler = f"tcp://127.0.0.1:{first}"
     return [
         f"security.keys={keys}",
@@ -61,13 +52,17 @@ def overrides(keys: Path) -> tuple[list[str], str]:
 
 
 def test_a_run_with_keys_trains_unpickles_nothing_and_shows_no_secret(
-    run_dir: Path, keys: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_dir: Path,
+    keys: Path,
+    ports: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     heard = run_dir.parent / "heard"
     monkeypatch.setenv("PYTHONPATH", str(HOOK), prepend=os.pathsep)
     monkeypatch.setenv("AUDIT_TO", str(heard))
     secrets = [read_key(path).secret for path in keys.glob("*.key")]
-    settings, scheduler = overrides(keys)
+    settings, scheduler = overrides(keys, ports)
     with Run(run_dir, "simulated.toml", *settings) as run:
         run.wait_for("consume", 2, END_S)
         seen = b"".join(_shown(process) for process in run.family())
@@ -171,8 +166,8 @@ def test_no_server_starts_beyond_loopback_without_keys(
     assert not run_dir.exists()
 
 
-def test_insecure_is_loud(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = free_ports(1)[0]
+def test_insecure_is_loud(run_dir: Path, ports: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    first = ports[0]
     settings = [f"scheduler.bind=tcp://0.0.0.0:{first}", f"trainer.steps={STEPS}", "--insecure"]
     with Run(run_dir, "simulated.toml", *settings) as run:
         run.wait_for("consume", 2, END_S)

@@ -1,8 +1,6 @@
 """Relays with keys form the same tree and serve only the workers whose keys permit it."""
 
 import asyncio
-import contextlib
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -58,9 +56,9 @@ WEIGHTS: dict[str, Array] = {"w": np.random.default_rng(0).random((300, 100), dt
 class Guarded:
     """A parameter server with a relay below it and a stored version, all over TCP with keys."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ports: list[int]) -> None:
         assert main(["keygen", str(folder / "keys")]) == 0
-        scheduler, root = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+        scheduler, root = (f"tcp://127.0.0.1:{port}" for port in ports[:2])
         self.run_dir, keys = folder / "run", {"keys": str(folder / "keys")}
         self.config: Config = config_of(
             self.run_dir, security=keys, scheduler={"bind": scheduler}, parameters={"bind": root}
@@ -134,18 +132,12 @@ class Guarded:
         await self._serving[0]
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]
-
-
 async def _relays(looking: Client) -> tuple[RelayPlace, ...]:
     return (await looking.ask(GetStatus(), ParametersStatus)).relays
 
 
 @pytest.fixture
-async def guarded(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Guarded]:
+async def guarded(short_dir: Path, ports: list[int], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Guarded]:
     """Put the parameter server, the relay and the readers on three different hosts."""
     monkeypatch.setattr(relay, "JOIN_INTERVAL_S", 0.05)
     monkeypatch.setattr(relay, "boot_id", lambda: "the relay's host")
@@ -153,7 +145,7 @@ async def guarded(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     monkeypatch.setattr(tree, "ROOT_READERS", 0)
     for module in (mapped, relays):
         monkeypatch.setattr(module, "boot_id", lambda: "far away")
-    guarded = Guarded(short_dir)
+    guarded = Guarded(short_dir, ports)
     yield guarded
     await guarded.close()
     end_context()  # this also ends the endpoints' own contexts

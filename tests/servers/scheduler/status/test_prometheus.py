@@ -2,7 +2,6 @@
 
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -16,14 +15,12 @@ from staleflow.protocols.consistency.ids import Step
 from staleflow.protocols.wire.messages import Done
 from staleflow.protocols.wire.messages import Metrics as StepMetrics
 from staleflow.servers.scheduler.status.prometheus import names
-from tests.servers.ports import ReservedPort
 from tests.servers.scheduler.world import Cast, World, config
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    with closing(ReservedPort()) as port:
-        yield f"http://127.0.0.1:{port.number}"
+def url(ports: list[int]) -> str:
+    return f"http://127.0.0.1:{ports[0]}"
 
 
 @pytest.fixture

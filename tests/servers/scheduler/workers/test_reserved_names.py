@@ -1,7 +1,6 @@
 """The name of a process is protected: from other roles, and from other keys while its owner is attached."""
 
 import asyncio
-import socket
 from pathlib import Path
 
 import pytest
@@ -231,10 +230,11 @@ def test_a_worker_is_its_roles_and_its_keys_if_only_its_role_is_known_after_a_re
     run.stop()
 
 
-async def test_after_a_restart_nobody_takes_the_name_of_a_server_that_is_not_back_yet(short_dir: Path) -> None:
+async def test_after_a_restart_nobody_takes_the_name_of_a_server_that_is_not_back_yet(
+    short_dir: Path, ports: list[int]
+) -> None:
     assert main(["keygen", str(short_dir / "keys")]) == 0
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        bind = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    bind = f"tcp://127.0.0.1:{ports[0]}"
     config = config_of(short_dir / "run", security={"keys": str(short_dir / "keys")}, scheduler={"bind": bind})
     shard = WorkerId("trajectories-0.ab12cd34")
     hello = Attach(worker=shard, name="trajectories-0", role="trajectories", endpoint="ipc:///t", rows=40)

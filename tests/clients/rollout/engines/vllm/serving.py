@@ -9,6 +9,8 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
+from tests.servers.ports import ReservedPort
+
 OPTIONS = (
     *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--dtype", "float32"),
     *("--weight-transfer-config", '{"backend": "staleflow"}'),
@@ -18,16 +20,11 @@ VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 START_S = 200
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def serve(directory: Path, *options: str) -> Generator[str]:
     """Start a server of a model directory; yield its URL once it listens."""
-    port, log = free_port(), directory / "server.log"
+    reserved, log = ReservedPort(), directory / "server.log"
+    port = reserved.number
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory), *OPTIONS]
     command += [*options, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as output:
@@ -46,3 +43,4 @@ def serve(directory: Path, *options: str) -> Generator[str]:
     finally:
         server.kill()
         server.wait(30)
+        reserved.close()

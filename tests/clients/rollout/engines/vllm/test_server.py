@@ -19,7 +19,7 @@ from staleflow.clients.rollout.engines.vllm.model import open_vllm_server
 from staleflow.configs.schema import Config, Model, Prompts, Reward, Rollout, VllmServer
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish
-from tests.clients.rollout.engines.vllm.serving import free_port, serve
+from tests.clients.rollout.engines.vllm.serving import serve
 from tests.clients.rollout.engines.vllm.test_engine import LONG, SLOTS, ask, running, versions
 from tests.clients.rollout.fidelity import (
     STOP,
@@ -183,7 +183,7 @@ async def test_a_worker_that_died_while_it_paused_the_server_has_a_successor(mak
     assert versions(await second.generate(ask(0, [5, 6], 5))) == [(0, 5)]
 
 
-async def test_a_server_that_is_gone_fails_the_engine(directory: Path) -> None:
-    port = free_port()
+async def test_a_server_that_is_gone_fails_the_engine(directory: Path, ports: list[int]) -> None:
+    port = ports[0]
     with pytest.raises(EngineError, match=f"the vLLM server at http://127.0.0.1:{port} does not answer: "):
         await open_vllm_server(configured(directory, f"http://127.0.0.1:{port}"), directory)
