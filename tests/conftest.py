@@ -1,4 +1,5 @@
-"""Async tests run on the event loop that the product uses; examples of property tests have no deadline."""
+"""Async tests run on the event loop that the product uses. Property tests have no deadline and the same examples in
+every run; ``pytest --hypothesis-profile search`` looks for new ones."""
 
 import asyncio
 import contextlib
@@ -16,7 +17,8 @@ from hypothesis import settings
 from tests.object_store import S3Server, installed
 from tests.servers.ports import ReservedPort
 
-settings.register_profile("tests", deadline=None)  # an example that waits for a processor is no failure
+settings.register_profile("search", deadline=None)  # an example that waits for a processor is no failure
+settings.register_profile("tests", settings.get_profile("search"), derandomize=True, database=None)
 settings.load_profile("tests")
 
 # The interfaces of trl.experimental may change, says a warning at their import; the extra pins the version.
@@ -46,7 +48,7 @@ def short_dir() -> Iterator[Path]:
     """A folder whose path leaves room for a Unix socket (107 bytes)."""
     path = Path(tempfile.mkdtemp(prefix="sf-"))
     yield path
-    shutil.rmtree(path)
+    shutil.rmtree(path, ignore_errors=True)  # a thread of a cancelled task may still write there
 
 
 @pytest.fixture

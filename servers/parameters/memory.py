@@ -6,6 +6,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from staleflow.configs.durable_files import make_folder
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Parameters
 from staleflow.configs.version_store import in_memory, may_use_memory, room_for
@@ -87,6 +88,7 @@ def open_memory(folder: Path, parameters: Parameters) -> Memory | None:
     must lie in memory, and it cannot be used."""
     if not may_use_memory(parameters):
         return None
+    make_folder(folder)  # else a run that starts now would remove the memory, as that of a deleted folder
     try:
         return Memory(memory_folder.create(folder), parameters)
     except memory_folder.Unusable as error:

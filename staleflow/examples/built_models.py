@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -35,8 +36,8 @@ def kept(build: Build) -> Build:
         entry = folder() / _digest(build, seed, options)
         if (entry / "config.json").is_file():
             try:
+                os.utime(entry)  # before the copy, so that it is not the one used longest ago meanwhile
                 shutil.copytree(entry, directory)
-                os.utime(entry)
             except OSError:  # another process deletes it at this moment
                 shutil.rmtree(directory, ignore_errors=True)
             else:
@@ -84,4 +85,10 @@ def _keep(directory: Path, entry: Path) -> None:
     for number, model in enumerate(sorted(models, key=lambda path: path.stat().st_mtime, reverse=True)):
         total += sum(path.stat().st_size for path in model.rglob("*"))
         if number and (number >= MAX_MODELS or total > MAX_BYTES):
-            shutil.rmtree(model, ignore_errors=True)
+            _delete(model)
+
+
+def _delete(entry: Path) -> None:
+    """Rename, then delete, so that no reader copies what is left of a model."""
+    with suppress(OSError), tempfile.TemporaryDirectory(prefix=".deleted-", dir=entry.parent) as grave:
+        entry.rename(Path(grave) / entry.name)

@@ -27,7 +27,8 @@ from staleflow.supervisor import summary
 RUNS = Path("runs")
 _LOCK = ".lock"
 _POLL_INTERVAL_S = 0.1
-"""Wait before the second attempt to lock; exceeds the time for which ``holder`` takes the lock to test it."""
+_LOCK_TIMEOUT_S = 2.0
+"""Time limit of attempts to lock: ``holder`` takes the lock for a moment to test it, longer on a loaded machine."""
 
 
 def choose(config: Config, given: Path | None, *, resume: bool) -> Path:
@@ -187,11 +188,12 @@ def claim(config: Config, run_dir: Path, *, resume: bool, command: str = "") -> 
     check_owner(run_dir)
     make_folder(run_dir, 0o700)
     with (run_dir / _LOCK).open("a+") as lock:
-        if not _locked(lock):
-            time.sleep(_POLL_INTERVAL_S)
-            if not _locked(lock):
+        give_up_s = time.monotonic() + _LOCK_TIMEOUT_S
+        while not _locked(lock):
+            if time.monotonic() > give_up_s:
                 lock.seek(0)
                 raise _running(run_dir, _process(lock))
+            time.sleep(_POLL_INTERVAL_S)
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n{command}\n")
         lock.flush()

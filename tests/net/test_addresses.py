@@ -124,7 +124,8 @@ def test_a_missing_folder_is_named(short_dir: Path) -> None:
         open_at(f"ipc://{short_dir}/none/s")
 
 
-def test_a_refused_bind_leaves_no_socket_behind() -> None:
+def test_a_refused_bind_leaves_no_socket_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq.Context, "_instance", None)  # a context of its own, without the sockets of other tests
     for _ in range(3):
         with pytest.raises(ConfigError):
             open_at("tcp://0.0.0.0:5000")

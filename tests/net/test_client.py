@@ -115,10 +115,12 @@ async def test_a_call_made_before_the_server_starts_is_answered(network: "Networ
     assert (await call)[0] == Done()
 
 
-@pytest.mark.parametrize("bind", ["ipc", "tcp://127.0.0.1:0"])
-async def test_a_call_survives_the_restart_of_its_server(network: "Network", ipc: str, bind: str) -> None:
+@pytest.mark.parametrize("over", ["ipc", "tcp"])
+async def test_a_call_survives_the_restart_of_its_server(
+    network: "Network", ipc: str, ports: list[int], over: str
+) -> None:
     held: list[Call] = []
-    first = network.endpoint(ipc if bind == "ipc" else bind, held.append)
+    first = network.endpoint(ipc if over == "ipc" else f"tcp://127.0.0.1:{ports[0]}", held.append)
     calls = [asyncio.create_task(network.client(first.address).call(GetStatus(), [b"payload"])) for _ in range(20)]
     await network.until(lambda: len(held) >= 20)
     first.close()
@@ -129,10 +131,10 @@ async def test_a_call_survives_the_restart_of_its_server(network: "Network", ipc
     assert all(call.done for call in held)
 
 
-async def test_a_dead_connection_is_replaced(network: "Network") -> None:
+async def test_a_dead_connection_is_replaced(network: "Network", ports: list[int]) -> None:
     """A listener accepts the connection and never sends a byte; then the real server takes its port."""
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{ports[0]}"
+    with socket.create_server(("127.0.0.1", ports[0])) as mute:
         call = asyncio.create_task(network.client(address).call(GetStatus(), timeout_s=None))
         connection, _ = await asyncio.to_thread(mute.accept)
     with connection:
@@ -397,9 +399,10 @@ def test_closing_a_blocking_client_fails_what_waits(ipc: str) -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    time.sleep(0.1)  # most likely the thread waits now; otherwise it meets a closed client
+    while not client._client._pending:  # pyright: ignore[reportPrivateUsage]
+        time.sleep(0.01)
     client.close()
-    thread.join(5)
+    thread.join(60)
     assert failures == [ipc]
     client.close()
     with pytest.raises(Unavailable, match="closed"):

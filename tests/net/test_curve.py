@@ -265,7 +265,7 @@ class Relay:
     def __init__(self, address: str) -> None:
         self._to = int(address.rpartition(":")[2])
         self.heard = bytearray()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
@@ -273,7 +273,7 @@ class Relay:
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         theirs, to = await asyncio.open_connection("127.0.0.1", self._to)
-        self._writers = (writer, to)
+        self._writers += (writer, to)
         await asyncio.gather(self._pass(reader, to.write), self._pass(theirs, writer.write))
 
     async def _pass(self, reader: asyncio.StreamReader, write: Callable[[bytes], None]) -> None:

@@ -110,7 +110,7 @@ async def test_what_a_replaced_connection_left_unread_does_not_run_as_anothers(n
     endpoint = Endpoint(ipc, on_call=lambda call: callers.add(call.peer), transport=watched)
     network.endpoints.append(endpoint)
     network.tasks.append(asyncio.create_task(endpoint.serve()))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not any(route.startswith(b"\0") for route in watched.routes):
             for _ in range(2):  # the loop is blocked, so nothing is read meanwhile
                 peer = network.dealer(ipc, b"worker.1/0")
@@ -182,6 +182,7 @@ async def test_a_worker_with_two_connections_is_gone_with_the_last(network: "Net
     gone: list[str] = []
     endpoint = network.endpoint(ipc, echo, on_gone=gone.append)
     network.dealer(ipc, b"worker.1/0").zmq.send(STATUS)
+    await network.until(lambda: endpoint.peers)
     client = network.client(ipc, "worker.1")
     await client.call(GetStatus())
     assert endpoint.peers == ["worker.1", "worker.1"]
@@ -194,12 +195,12 @@ async def test_a_worker_with_two_connections_is_gone_with_the_last(network: "Net
 
 async def test_an_answer_to_a_vanished_peer_is_dropped(network: "Network", ipc: str) -> None:
     held: list[Call] = []
-    endpoint = network.endpoint(ipc, held.append)
+    endpoint = network.endpoint(ipc, held.append, limits=replace(network.limits, heartbeat_s=60))  # it counts as alive
     peer = network.dealer(ipc)
     peer.zmq.send(STATUS)
     await network.until(lambda: held)
     peer.zmq.close(0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not endpoint.counts.undelivered:  # until the system reports that the connection is closed
             held[0].answered = False
             held[0].reply(Done(), [b"x" * 100_000])
@@ -346,7 +347,7 @@ async def test_too_many_pending_calls_of_one_peer_are_refused_busy(network: "Net
 
 
 async def test_too_many_peers_are_refused_busy(network: "Network", ipc: str) -> None:
-    endpoint = network.endpoint(ipc, echo, limits=replace(network.limits, max_peers=2))
+    endpoint = network.endpoint(ipc, echo, limits=replace(network.limits, max_peers=2, heartbeat_s=60))
     replies = [await network.dealer(ipc).ask(STATUS) for _ in range(3)]
     assert [type(reply) for _, reply in replies] == [Done, Done, Refusal]
     assert endpoint.counts.busy == 1

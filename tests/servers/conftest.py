@@ -1,6 +1,7 @@
 """A run whose servers the test starts; all servers and clients end with the test."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ async def make_run(short_dir: Path) -> AsyncIterator[Callable[..., Run]]:
         return runs[-1]
 
     yield make
-    for run in runs:
-        await run.close()
+    async with contextlib.AsyncExitStack() as closing:  # all of them, even if one fails
+        for run in runs:
+            closing.push_async_callback(run.close)
     assert failures == []  # exceptions raised in tasks that are not awaited
 
 

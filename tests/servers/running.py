@@ -61,6 +61,8 @@ from staleflow.servers.scheduler.main import open_service, open_store
 from staleflow.servers.trajectories import main as trajectories
 
 GROUP_SIZE = 2
+GIVE_UP_S = 100.0
+"""Time limit of a wait for what must happen; a process may take long to start, or to continue, on a loaded machine."""
 ANY_MODEL = ModelLimits()
 _PROCESS = """
 import sys
@@ -83,7 +85,7 @@ def config_of(run_dir: Path, **sections: dict[str, Any] | list[dict[str, Any]]) 
         "staleness": {"max_staleness": 2},
         "rollout": {"engine": "simulated", "group_size": GROUP_SIZE, "max_new_tokens": 100_000},
         "trainer": {"backend": "simulated", "batch_size": 2, "steps": 10},
-        "scheduler": {"map_mb": 16},
+        "scheduler": {"map_mb": 16, "lease_s": 600.0},  # nobody renews the leases of a test that waits
         "trajectories": {"map_mb": 16},
         "parameters": {"store": "disk"},  # tests look into the files
     }
@@ -180,7 +182,7 @@ class Run:
 
     def ended(self, name: str) -> tuple[int, str]:
         """Wait for a process to exit without a signal; return its exit code and its last line of output."""
-        code = self._processes.pop(name).wait(timeout=20)
+        code = self._processes.pop(name).wait(timeout=GIVE_UP_S)
         said = (self.run_dir / f"{name}.err").read_text(errors="replace").splitlines()
         return code, said[-1] if said else ""
 
@@ -188,7 +190,7 @@ class Run:
         """Send a signal; return the exit code."""
         process = self._processes.pop(name)
         os.kill(process.pid, number)
-        return process.wait(timeout=20)
+        return process.wait(timeout=GIVE_UP_S)
 
     # Workers ---------------------------------------------------------------------------------------------------------
 
@@ -251,7 +253,7 @@ class Trainer:
 
     async def next_batch(self, step: int) -> Batch:
         return await self.scheduler.ask(
-            GetBatch(trainer_term=self.joined.trainer_term, step=Step(step), wait_ms=1000), Batch, timeout_s=20
+            GetBatch(trainer_term=self.joined.trainer_term, step=Step(step), wait_ms=1000), Batch, timeout_s=GIVE_UP_S
         )
 
 
@@ -277,11 +279,11 @@ class Rollout:
 
     async def until_room(self, shard: int = 0) -> None:
         """Wait until the shard accepts pushes: it has room and has learned the limits of the model."""
-        await self.shards[shard].ask(PushGroups(items=[]), Results, timeout_s=20)
+        await self.shards[shard].ask(PushGroups(items=[]), Results, timeout_s=GIVE_UP_S)
 
     async def leases(self, count: int) -> list[Assign]:
         """Wait until at least ``count`` leases are held; return them."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(GIVE_UP_S):
             while len(self.held) < count:
                 stats = InstanceStats(version=Version(self.version))
                 report = Report(worker=self.worker, ack=self.ack, held=list(self.held), stats=stats, wait_ms=200)
@@ -295,7 +297,7 @@ class Rollout:
         return list(self.held.values())
 
     async def push(
-        self, *assigns: Assign, seed: int = 0, read: int = 0, prompt: int = 3, timeout_s: float | None = 20
+        self, *assigns: Assign, seed: int = 0, read: int = 0, prompt: int = 3, timeout_s: float | None = GIVE_UP_S
     ) -> list[Result]:
         """Push groups for these leases, all of one shard."""
         items: list[PushItem] = []
@@ -341,7 +343,7 @@ class StageWorker:
         self.client = run.shard(self.worker, shard)
 
     async def take(
-        self, most: int = 16, wait_ms: int = 5000, held: Sequence[StageItem] = ()
+        self, most: int = 16, wait_ms: int = 20_000, held: Sequence[StageItem] = ()
     ) -> tuple[list[StageItem], list[memoryview]]:
         """Take groups; ``held``: groups of earlier calls that the worker reports as still in progress."""
         tickets = [item.ticket for item in held]
@@ -378,7 +380,7 @@ WEIGHTS: dict[str, Array] = {
 """Weights of version 0; ``head`` stands for bfloat16."""
 
 
-async def eventually(check: Any, within_s: float = 15.0) -> Any:
+async def eventually(check: Any, within_s: float = GIVE_UP_S) -> Any:
     """Return the first true result of ``await check()``."""
     async with asyncio.timeout(within_s):
         while not (answer := await check()):  # noqa: ASYNC110

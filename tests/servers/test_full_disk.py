@@ -185,7 +185,7 @@ async def test_the_scheduler_on_a_full_disk_refuses_pushes_answers_looks_and_goe
         assert full["full"] == "disk"
         assert full["ledger"]["pushed"] == len(codes) - 1
         disk.empty()
-        await world.until("full", "", within_s=20)
+        await world.until("full", "")
         (accepted,) = await cast.shard.operate(cast.shard.push(held[len(codes) - 1], cast.instance.worker))
         assert accepted.code is None
         assert (await world.status())["incarnation"] == 1  # the same process
@@ -215,7 +215,7 @@ async def test_a_scheduler_that_starts_or_ends_on_a_full_disk_loses_nothing(disk
         world.start()
         assert (await world.until("full", "disk"))["ledger"]["leased"] == 4
         disk.empty()
-        await world.until("full", "", within_s=20)
+        await world.until("full", "")
         await eventually(lambda: _finished(cast))
         assert world.stop() == 0
         report = audit(world.run_dir / "trace.jsonl")

@@ -17,7 +17,7 @@ from staleflow.protocols.consistency.ids import Version
 from staleflow.servers.trajectories.store import TABLES
 from staleflow.store.lmdb import Store
 from staleflow.trace.audit.report import audit
-from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, Trainer, eventually
+from tests.servers.running import GIVE_UP_S, WEIGHTS, Rollout, Run, StageWorker, Trainer, eventually
 
 TRAIN = """
 import sys
@@ -288,7 +288,7 @@ async def _none_pushed(run: Run) -> bool:
 
 
 def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + GIVE_UP_S
     while not (path.exists() and path.stat().st_size):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -18,7 +18,7 @@ from staleflow.protocols.wire.messages import Attach, GetStatus
 from staleflow.servers import runner as attached
 from staleflow.servers.runner import Service, Tasks, serve_attached
 from staleflow.servers.scheduler.workers import attachments
-from tests.servers.running import Run
+from tests.servers.running import GIVE_UP_S, Run
 
 SERVER = WorkerId("parameters.1")
 
@@ -71,7 +71,7 @@ async def test_a_call_that_comes_while_a_server_stops_does_not_keep_it(
         with suppress(Unavailable):
             await asking.call(GetStatus(), timeout_s=None)
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(GIVE_UP_S):
         questions = [asyncio.create_task(ask())]
         while not (made and made[0].calls):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -91,7 +91,7 @@ async def test_a_process_tells_its_supervisor_when_the_run_has_taken_it(
     monkeypatch.setenv(readiness.VARIABLE, str(server))
     run.trajectories()
     assert readiness.attached_at(server) is None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(GIVE_UP_S):
         while readiness.attached_at(server) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         monkeypatch.setenv(readiness.VARIABLE, str(worker))

@@ -31,7 +31,7 @@ from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.versions import Stored, VersionKey, Versions
 from staleflow.servers.runner import Handled
 from tests.servers.parameters.relay.growing import RELAY_HOST, Grown, chunk, manifest_of, pulled, same
-from tests.servers.running import Run
+from tests.servers.running import GIVE_UP_S, Run
 
 pytestmark = pytest.mark.usefixtures("hosts")
 
@@ -62,7 +62,7 @@ async def test_a_relay_that_answers_pings_and_gives_nothing_is_left(
         return b""
 
     monkeypatch.setattr(Arrivals, "read", never)
-    same((await asyncio.wait_for(pulled(grown.reader()), 20))[0])
+    same((await asyncio.wait_for(pulled(grown.reader()), GIVE_UP_S))[0])
     assert asked, "void: it was never asked"
 
 
@@ -78,7 +78,7 @@ async def test_a_relay_that_gives_a_byte_at_a_time_is_left(grown: Grown, monkeyp
         return await read(self, of, offset, min(nbytes, 1))
 
     monkeypatch.setattr(Arrivals, "read", drip)
-    same((await asyncio.wait_for(pulled(grown.reader()), 20))[0])
+    same((await asyncio.wait_for(pulled(grown.reader()), GIVE_UP_S))[0])
     assert asked, "void: it was never asked"
 
 
@@ -97,7 +97,7 @@ async def test_a_relay_on_this_host_that_says_nothing_of_a_version_is_left(
         raise AssertionError
 
     monkeypatch.setattr(RelayService, "_arrived_manifest", never)
-    same((await asyncio.wait_for(pulled(grown.reader()), 20))[0])
+    same((await asyncio.wait_for(pulled(grown.reader()), GIVE_UP_S))[0])
     assert asked, "void: it was never asked"
 
 
@@ -115,7 +115,7 @@ async def test_a_relay_that_names_a_pipe_as_its_file_stops_no_reader(
         return str(short_dir / "pipe")
 
     monkeypatch.setattr(RelayService, "_path", pipe)
-    same((await asyncio.wait_for(pulled(grown.reader()), 20))[0])
+    same((await asyncio.wait_for(pulled(grown.reader()), GIVE_UP_S))[0])
     assert asked, "void: it was never asked"
 
 
@@ -152,7 +152,7 @@ async def test_a_relay_below_one_that_gives_nothing_has_its_bytes_from_the_param
     client = await grown.client("relay-1")
     got, size = 0, (await client.ask(manifest_of(0), ManifestReply)).manifest.nbytes
     while got < size:
-        _, frames = await client.call(chunk(got, size), timeout_s=20.0)
+        _, frames = await client.call(chunk(got, size), timeout_s=GIVE_UP_S)
         got += frames[0].nbytes
 
 
@@ -177,10 +177,10 @@ async def test_a_relay_that_is_flooded_with_questions_about_nothing_stays(
     client = await grown.client("relay-0")
     flood = [client.ask(manifest_of(version), ManifestReply, timeout_s=1.0) for version in range(100, 1100)]
     refused = asyncio.gather(*flood, return_exceptions=True)
-    same((await asyncio.wait_for(pulled(grown.reader()), 20))[0])
+    same((await asyncio.wait_for(pulled(grown.reader()), GIVE_UP_S))[0])
     await refused
     joined.clear()
-    await asyncio.wait_for(joined.wait(), 20)  # it still reports that it is alive
+    await asyncio.wait_for(joined.wait(), GIVE_UP_S)  # it still reports that it is alive
 
 
 # Readers -------------------------------------------------------------------------------------------------------------
@@ -255,8 +255,9 @@ async def test_a_peer_that_asks_for_thousands_of_pieces_keeps_nobody_waiting(
         time.sleep(0.005)
         return read(self, *what)
 
-    monkeypatch.setattr(Versions, "read", slow)
     greedy, honest = (run.client(run.where.parameters, WorkerId(name)) for name in ("greedy.1", "reader.1"))
+    await honest.call(chunk(0, 100))  # it is connected before the flood begins
+    monkeypatch.setattr(Versions, "read", slow)
     flood = asyncio.gather(*(greedy.call(chunk(0, 100), timeout_s=2.0) for _ in range(1000)), return_exceptions=True)
     await begun.wait()
     reply, _ = await honest.call(chunk(0, 100))

@@ -45,6 +45,7 @@ OPEN: dict[Path, Memory] = {}
 
 def opened(disk: Path, parameters: Parameters = MEMORY, run: str = "a") -> Versions:
     """The folders of a parameter server that has attached to this run. The one before it has ended."""
+    disk.mkdir(exist_ok=True)  # a run of another test would sweep the memory of a folder that is gone
     if disk in OPEN:
         OPEN.pop(disk).close()
     if (memory := open_memory(disk, parameters)) is not None:
@@ -197,6 +198,7 @@ def test_a_version_is_never_in_two_places(disk: Path, monkeypatch: pytest.Monkey
 
 def test_files_may_be_deleted_while_the_free_memory_is_measured(disk: Path) -> None:
     """The deletion of old versions after a restart runs beside the first publish."""
+    disk.mkdir()
     memory = open_memory(disk, Parameters())
     assert memory is not None
     files = [memory.folder / f"gone-{number}.part" for number in range(3000)]

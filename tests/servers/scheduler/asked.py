@@ -95,7 +95,7 @@ class Asked:
         self.publish(0, None)
         for worker in workers:
             self.attach(worker, f"name-of-{worker}", "rollout", Role.ROLLOUT, key=f"key-of-{worker}", capacity=2)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 100
         while not all(self.leases(worker) for worker in workers):
             assert time.monotonic() < deadline
             for worker in workers:

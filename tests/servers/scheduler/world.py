@@ -60,7 +60,7 @@ sys.exit(serve(read_run(Path(sys.argv[1])), Path(sys.argv[1])))
 """
 
 TIMEOUT_S = 100.0
-"""Timeout of calls that may wait for restarts of the scheduler, which take long on a busy machine."""
+"""Time limit of calls and waits, also for restarts of the scheduler, which take long on a busy machine."""
 
 
 def config(
@@ -93,11 +93,11 @@ class World:
 
     def start(self) -> None:
         """Start, and wait until the process accepts connections."""
-        self.spawn()
-        assert self._process is not None
         socket = Path(self.address.removeprefix("ipc://"))
         socket.unlink(missing_ok=True)
-        deadline = time.monotonic() + 20
+        self.spawn()
+        assert self._process is not None
+        deadline = time.monotonic() + TIMEOUT_S
         while not socket.exists():
             assert self._process.poll() is None, self.ended()
             assert time.monotonic() < deadline
@@ -110,7 +110,7 @@ class World:
         """Kill the process with SIGKILL."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(TIMEOUT_S)
         self._drop()
 
     def pause(self, seconds: float) -> None:
@@ -124,14 +124,14 @@ class World:
         """Send SIGTERM; return the exit code."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
-        code = self._process.wait(10)
+        code = self._process.wait(TIMEOUT_S)
         self._drop()
         return code
 
     def ended(self) -> tuple[int, str]:
         """Return the exit code and the last line of stderr of a process that is expected to exit."""
         assert self._process is not None
-        _, err = self._process.communicate(timeout=20)
+        _, err = self._process.communicate(timeout=TIMEOUT_S)
         code = self._process.returncode
         self._drop()
         return code, err.decode().strip().splitlines()[-1]
@@ -155,14 +155,14 @@ class World:
 
     async def status(self) -> dict[str, Any]:
         client = self.client(worker_id("monitor"))
-        return as_dict(await client.ask(GetStatus(), Status, timeout_s=10))
+        return as_dict(await client.ask(GetStatus(), Status, timeout_s=TIMEOUT_S))
 
-    async def until(self, condition: str, wanted: object, within_s: float = 10.0) -> dict[str, Any]:
+    async def until(self, condition: str, wanted: object, within_s: float = TIMEOUT_S) -> dict[str, Any]:
         """Wait until ``status[condition]`` is ``wanted``; dots select nested fields."""
         client = self.client(worker_id("monitor"))
         deadline = time.monotonic() + within_s
         while True:
-            values = as_dict(await client.ask(GetStatus(), Status, timeout_s=10))
+            values = as_dict(await client.ask(GetStatus(), Status, timeout_s=TIMEOUT_S))
             found: Any = values
             for part in condition.split("."):
                 found = found[part]
@@ -170,6 +170,14 @@ class World:
                 return values
             assert time.monotonic() < deadline, f"{condition} is {found}, not {wanted}: {values}"
             await asyncio.sleep(0.02)
+
+    async def until_why(self, text: str) -> dict[str, Any]:
+        """Wait until the reason for which the run waits contains ``text``."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while text not in (values := await self.status())["why"]:
+            assert time.monotonic() < deadline, values["why"]
+            await asyncio.sleep(0.02)
+        return values
 
     def audit(self) -> AuditReport:
         report = audit(self.run_dir / "trace.jsonl")
@@ -280,11 +288,11 @@ class Instance(Someone):
 
     async def until_held(self, num_groups: int) -> list[Assign]:
         """Report until it holds ``num_groups`` groups."""
-        for _ in range(100):
-            if len(self.held) >= num_groups:
-                return list(self.held.values())
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(self.held) < num_groups:
+            assert time.monotonic() < deadline, f"{self.worker} holds {len(self.held)} groups, not {num_groups}"
             await self.report()
-        raise AssertionError(f"{self.worker} holds {len(self.held)} groups, not {num_groups}")
+        return list(self.held.values())
 
     def let_go(self, assigns: Sequence[Assign]) -> None:
         for assign in assigns:
@@ -320,7 +328,7 @@ class TrainerOf(Someone):
             timeout_s=TIMEOUT_S,
         )
 
-    async def next_batch(self, step: int, timeout_s: float = 10) -> Batch:
+    async def next_batch(self, step: int, timeout_s: float = TIMEOUT_S) -> Batch:
         return await self.client.ask(
             GetBatch(trainer_term=self.term, step=Step(step), wait_ms=200), Batch, timeout_s=timeout_s
         )

@@ -31,7 +31,7 @@ from staleflow.protocols.wire.messages import (
     Result,
 )
 from staleflow.protocols.wire.tensors import Array, unpack
-from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, Trainer, eventually, payload
+from tests.servers.running import GIVE_UP_S, WEIGHTS, Rollout, Run, StageWorker, Trainer, eventually, payload
 
 
 class Slabbed:
@@ -52,7 +52,7 @@ class Slabbed:
     async def push(self, *assigns: Assign) -> None:
         for assign in assigns:
             self._pusher.put(assign, payload(assign.version, seed=assign.group))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(GIVE_UP_S):
             await self._pusher.idle.wait()
         assert [self.results[assign.group].code for assign in assigns] == [None] * len(assigns)
 

@@ -62,7 +62,7 @@ def opened(scheduler: Scheduler, rows: MemoryStore) -> tuple[Shard, "asyncio.Tas
 
 
 async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

@@ -43,7 +43,7 @@ async def test_a_refusal_ends_no_reports_and_is_said_once(
     stages = graph(Config(prompts=Prompts(), reward=Reward(run="")))
     shard = Shard(TrajectoryStore(store, map_bytes=MAP_BYTES), scheduler, shard=0, stages=stages, keep=none)
     reporting = asyncio.create_task(stage_reports.report_stages(scheduler, shard))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await scheduler.heard.wait()
     reporting.cancel()
     store.close()

@@ -36,7 +36,7 @@ from staleflow.servers.trajectories.records import Key, Record
 from staleflow.servers.trajectories.stage_queue import HOLD_AFTER
 from staleflow.servers.trajectories.store import unpack_verified
 from tests.net.conftest import RawPeer
-from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, eventually, payload
+from tests.servers.running import GIVE_UP_S, WEIGHTS, Rollout, Run, StageWorker, eventually, payload
 
 
 async def pushed(run: Run, count: int = 2) -> Rollout:
@@ -129,7 +129,7 @@ async def test_a_newer_question_of_a_worker_ends_the_one_before(run: Run) -> Non
     older = asyncio.create_task(stage.take(wait_ms=20_000))
     await stage.client.ask(GetStatus(), Status)  # arrives behind the request
     newer = asyncio.create_task(stage.take(wait_ms=20_000))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(GIVE_UP_S):
         assert await older == ([], [])
         await pushed(run)
         items, _ = await newer
@@ -140,7 +140,7 @@ async def test_an_answer_says_how_long_there_was_nothing(run: Run) -> None:
     stage = StageWorker(run)
     work, _ = await stage.client.call(GetStageWork(stage="reward", worker=stage.worker, max_groups=1, wait_ms=100))
     assert isinstance(work, StageWork)
-    assert 90 <= work.waited_ms < 5_000
+    assert 90 <= work.waited_ms < 60_000
     await pushed(run)
     work, _ = await stage.client.call(GetStageWork(stage="reward", worker=stage.worker, max_groups=1))
     assert isinstance(work, StageWork)
@@ -323,7 +323,7 @@ async def test_no_group_is_lost_to_a_worker_that_fails_everything_at_once(run: R
             done |= {item.group for item in items if [r.code for r in await good.finish([item])] == [None]}
     assert await released(run, "aborted") == 0
     await rollout.push(*(await rollout.leases(1))[:1])
-    again, _ = await good.take(wait_ms=5_000)
+    again, _ = await good.take()
     assert again
     failing.cancel()
 

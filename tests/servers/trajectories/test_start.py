@@ -48,7 +48,7 @@ async def test_a_column_for_the_reward_that_the_rows_have_too_is_named(make_run:
     stage = {"name": "judge", "run": "m:f", "makes": ["answer"]}
     run = make_run(stage=[stage], reward={"run": "m:f", "needs": ["judge/answer"]})
     stop = Stop()
-    asyncio.get_running_loop().call_later(10, stop.set, "it serves")
+    asyncio.get_running_loop().call_later(60, stop.set, "it serves")
     with pytest.raises(ConfigError, match=r'reward\.needs is "judge/answer"; the rows of prompts have a column'):
         await trajectories.serve_until(stop, run.config, run.run_dir, 0)
 

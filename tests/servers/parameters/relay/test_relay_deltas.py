@@ -17,7 +17,7 @@ from staleflow.servers.parameters.relay.arrivals import Arrivals
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.runner import Answer
 from tests.servers.parameters.relay.growing import LARGE, RELAY_HOST, Grown, manifest_of, pulled, same
-from tests.servers.running import eventually, produced
+from tests.servers.running import GIVE_UP_S, eventually, produced
 
 pytestmark = pytest.mark.usefixtures("hosts")
 
@@ -54,7 +54,7 @@ async def test_a_delta_of_a_tensor_is_given_before_the_whole_version_is_here(
         nbytes=nbytes,
         width=4,
     )
-    _, frames = await client.call(ask, timeout_s=20.0)
+    _, frames = await client.call(ask, timeout_s=GIVE_UP_S)
     got = bytearray(LARGE["first"].tobytes())
     apply(frames[0], memoryview(got))
     assert got == after["first"].tobytes()

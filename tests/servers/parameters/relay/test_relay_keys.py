@@ -48,7 +48,7 @@ from staleflow.servers.parameters.relay import main as relay_main
 from staleflow.servers.parameters.relay import service as relay
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.runner import Answer
-from tests.servers.running import config_of, eventually
+from tests.servers.running import GIVE_UP_S, config_of, eventually
 
 WEIGHTS: dict[str, Array] = {"w": np.random.default_rng(0).random((300, 100), dtype=np.float32)}
 
@@ -171,9 +171,9 @@ async def test_readers_with_keys_have_the_version_from_a_relay_with_the_servers_
 
 async def test_who_has_no_key_gets_no_word_out_of_a_relay(guarded: Guarded) -> None:
     endpoint = await guarded.endpoint()
-    assert isinstance(await guarded.client(endpoint, Role.ROLLOUT).ask(Ping(), Pong, timeout_s=5), Pong)
+    assert isinstance(await guarded.client(endpoint, Role.ROLLOUT).ask(Ping(), Pong, timeout_s=GIVE_UP_S), Pong)
     with pytest.raises(Refused, match="was contacted with no key"):
-        await guarded.client(endpoint, None, "stranger.1").ask(Ping(), Pong, timeout_s=5)
+        await guarded.client(endpoint, None, "stranger.1").ask(Ping(), Pong, timeout_s=GIVE_UP_S)
 
 
 @pytest.mark.parametrize("role", [Role.ROLLOUT, Role.TRAINER, Role.STAGE, Role.MONITOR])
@@ -181,7 +181,7 @@ async def test_nobody_but_a_server_s_key_joins_the_tree(guarded: Guarded, role: 
     worker = WorkerId("worker.1")
     join = JoinRelays(worker=worker, run="guarded", endpoint="tcp://127.0.0.1:5999", host="here")
     with pytest.raises(Refused) as no:
-        await guarded.client(guarded.root, role, worker).ask(join, Sources, timeout_s=10)
+        await guarded.client(guarded.root, role, worker).ask(join, Sources, timeout_s=GIVE_UP_S)
     assert no.value.code is Code.DENIED
 
 
@@ -197,7 +197,7 @@ async def test_workers_of_one_key_pin_a_few_versions_together_at_the_parameter_s
         ("greedy.2", Role.ROLLOUT, 1),
     ):
         ask = GetManifest(worker=WorkerId(name), lineage=Lineage(0), version=Version(version))
-        await guarded.client(guarded.root, role, name).ask(ask, ManifestReply, timeout_s=10)
+        await guarded.client(guarded.root, role, name).ask(ask, ManifestReply, timeout_s=GIVE_UP_S)
     looking = guarded.client(guarded.root, Role.MONITOR, "looking.1")
     rows = (await looking.ask(GetStatus(), ParametersStatus)).versions
     assert {row.version: row.pinned_by for row in rows} == {0: ("trainer.2",), 1: ("greedy.2",)}

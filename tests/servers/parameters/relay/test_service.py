@@ -40,7 +40,7 @@ from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.versions import NoRoom, VersionKey, Versions
 from staleflow.servers.runner import Answer, Handled
 from tests.servers.parameters.relay.growing import LARGE, RELAY_HOST, Grown, chunk, manifest_of, pulled, same
-from tests.servers.running import Run, config_of, eventually, produced
+from tests.servers.running import GIVE_UP_S, Run, config_of, eventually, produced
 
 pytestmark = pytest.mark.usefixtures("hosts")
 
@@ -311,7 +311,7 @@ async def test_a_relay_ends_with_the_run(grown: Grown, monkeypatch: pytest.Monke
     stop, serving = grown.stops.pop("relay-0")
     trainer = await grown.run.trainer("trainer-b")
     await trainer.scheduler.ask(Finished(trainer_term=trainer.joined.trainer_term, error=""), Done)
-    await asyncio.wait_for(serving, 20)
+    await asyncio.wait_for(serving, GIVE_UP_S)
     assert stop.why == "the run is over"
 
 
@@ -334,7 +334,7 @@ async def test_a_relay_is_a_process_that_may_be_killed(grown: Grown) -> None:
         await eventually(lambda: grown.is_another("relay-0", worker))
         same((await pulled(grown.reader("reader.3")))[0])
         process.terminate()
-        assert await asyncio.to_thread(process.wait, 20) == 0
+        assert await asyncio.to_thread(process.wait, GIVE_UP_S) == 0
     finally:
         process.kill()
         process.wait()

@@ -15,7 +15,7 @@ from staleflow.protocols.consistency.ids import Step
 from staleflow.protocols.wire.messages import Done
 from staleflow.protocols.wire.messages import Metrics as StepMetrics
 from staleflow.servers.scheduler.status.prometheus import names
-from tests.servers.scheduler.world import Cast, World, config
+from tests.servers.scheduler.world import TIMEOUT_S, Cast, World, config
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def watched(short_dir: Path, url: str) -> Iterator[World]:
 
 
 def read(url: str) -> dict[str, Metric]:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as answer:
         return {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
 
 

@@ -1,6 +1,7 @@
 """The name of a process is protected: from other roles, and from other keys while its owner is attached."""
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from staleflow.net.errors import Refused
 from staleflow.net.limits import TransportLimits
 from staleflow.net.permissions import Role
 from staleflow.net.security import client_sockets, server_sockets
-from staleflow.net.zmq_stream import end_context
 from staleflow.process.daemon import Stop
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
@@ -30,7 +30,7 @@ from staleflow.servers.scheduler.main import open_store, serve_until
 from staleflow.servers.scheduler.workers import registry
 from staleflow.servers.scheduler.workers.attachments import name_objection
 from staleflow.supervisor.joining import generated_name
-from tests.servers.running import config_of
+from tests.servers.running import config_of, eventually
 from tests.servers.scheduler.asked import Asked
 
 
@@ -257,8 +257,13 @@ async def test_after_a_restart_nobody_takes_the_name_of_a_server_that_is_not_bac
         stop.set("test")
         await serving
         store.close()
-        end_context()
+        await eventually(refused)
         return given
+
+    async def refused() -> bool:
+        """ZeroMQ closes the listener in a thread of its own."""
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", ports[0])) != 0
 
     assert isinstance((await answers((Role.SERVER, hello)))[0], AttachReply)
     squatters = (Role.MONITOR, Role.ROLLOUT, Role.STAGE)
