@@ -67,8 +67,9 @@ def test_a_machine_lets_go_of_its_processes_whatever_its_end_raises(
 
     monkeypatch.setattr(Lifeline, "close", closes)
     monkeypatch.setattr(machine, "drain", fails)
+    role = Role(name="rollout-0", kind=Kind.WORKER, command=("/none/such",))  # it cannot start, so the machine ends
     with pytest.raises(RuntimeError):
-        Machine([], tmp_path, "tcp://127.0.0.1:1", "rollout").run()
+        Machine([role], tmp_path, "tcp://127.0.0.1:1", "rollout").run()
     assert ended == ["drain", "lifeline"]
 
 
