@@ -84,7 +84,7 @@ async def test_many_rows_wait_for_room_and_are_numbered_in_order(make_run: Calla
     run = await started(make_run, staleness={"max_staleness": 20})
     async with staleflow.AsyncPromptClient(run.where.scheduler) as client:
         with pytest.raises(staleflow.Unavailable) as error:
-            await client.submit(map(row, range(20)), id="many", timeout_s=2.0)
+            await client.submit(map(row, range(20)), id="many", timeout_s=15.0)  # for each of its parts
         assert "8 rows are pending; prompts.max_pending allows 8" in str(error.value)
         waiting = asyncio.create_task(client.submit(map(row, range(20)), id="many"))
         await (await run.trainer()).publish(0, WEIGHTS)

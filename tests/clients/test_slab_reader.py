@@ -157,7 +157,7 @@ async def judged(every: Sequence[Any]) -> asyncio.Task[None]:
     """Run a stage worker until it has finished every group of these shards and requests more."""
     stage = StageWorker(worker=WorkerId("reward-0"), name="reward", stage=Judge(), max_groups=SLABS)
     working = asyncio.create_task(stage.serve(every))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for shard in every:
             await shard.over.wait()
     return working

@@ -1,6 +1,7 @@
 # pyright: basic, reportMissingImports=false
 """The measured passes agree with the memory that the same step allocates on a CPU."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,13 @@ def groups(step: int, count: int = 15) -> TrainBatch:
 def allocated(trainer: TorchTrainer, step: int) -> int:
     """Return the peak of the bytes that torch's allocator gave to one step, kernels included."""
     batch = groups(step)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        trainer.train(batch, Step(step), lambda: False)
+    gc.collect()
+    gc.disable()  # a collection during the step would free tensors of earlier tests
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            trainer.train(batch, Step(step), lambda: False)
+    finally:
+        gc.enable()
     recorded: Any = record.profiler
     events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
     return int(np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).max())

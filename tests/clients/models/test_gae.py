@@ -128,7 +128,8 @@ def test_gae_by_hand() -> None:
 
 
 def test_gae_with_lambda_one_is_the_return_minus_the_value_and_with_zero_the_one_step_error() -> None:
-    lengths, rewards, values = torch.tensor([3, 2]), torch.randn(5), torch.randn(5)
+    lengths, random = torch.tensor([3, 2]), torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 5, generator=random)
     full = gae(rewards, values, lengths, gamma=1.0, gae_lambda=1.0)
     assert torch.allclose(full, returns_to_go(rewards, lengths) - values, atol=1e-6)
     after = torch.tensor([values[1], values[2], 0.0, values[4], 0.0])

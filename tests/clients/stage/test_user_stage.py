@@ -24,7 +24,7 @@ USERS = Path(__file__).parents[1] / "user_code" / "users.py"
 
 @asynccontextmanager
 async def running(function: str, makes: tuple[str, ...] = ("score",), **settings: Any) -> AsyncGenerator[UserStage]:
-    own: dict[str, Any] = {"timeout_s": 10.0, "retries": 0} | settings
+    own: dict[str, Any] = {"timeout_s": 60.0, "retries": 0} | settings
     given = Stage(name="judge", run=f"{USERS}:{function}", makes=list(makes), **own)
     full = tuple(f"stage/judge/{name}" for name in makes)
     node = Node(name="judge", key="stage[0].needs", needs=("stage/reward/reward",), makes=full)
@@ -56,7 +56,7 @@ async def test_a_stage_gets_a_whole_group_and_what_it_needs_and_makes_both_kinds
 
 
 async def test_groups_of_an_async_stage_are_under_way_side_by_side() -> None:
-    async with running("slowly", options={"seconds": 0.3}) as stage, asyncio.timeout(6.0):
+    async with running("slowly", options={"seconds": 3.0}) as stage, asyncio.timeout(60.0):  # one by one take 90 s
         made = await stage.make([group(number) for number in range(30)])
     assert [columns(one)["stage/judge/score"].tolist() for one in made] == [[0.0, 0.0]] * 30
 

@@ -69,6 +69,10 @@ class Service:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End every process; the files stay."""
         for process in self.processes.values():
             process.send_signal(signal.SIGTERM)
         for process in self.processes.values():

@@ -16,7 +16,7 @@ from staleflow.protocols.consistency.ids import Step
 from tests.clients.trainer.making import batch, config
 from tests.clients.trainer.test_loop import Counting, Refusing, Told, damage, kept, loop
 
-LIMIT_S = 30.0
+LIMIT_S = 100.0
 
 
 class Copying(Counting):

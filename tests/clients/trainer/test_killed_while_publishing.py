@@ -5,18 +5,17 @@ The parameter server is stopped meanwhile, so that the version stays under way u
 
 import signal
 import subprocess
-import threading
 import time
 
 import pytest
 
 from tests.clients.trainer.service import Service, serving
-from tests.clients.trainer.test_process import checkpoints, ended, surviving_steps
+from tests.clients.trainer.test_process import check_resumed, checkpoints, ended
 
-STEPS, STEP_S = 6, 1.0
+STEP_S = 1.0
 """The engine has loaded a version, and the next batch is sealed, well before the step that follows it ends."""
 SLOWLY = (
-    *(f"trainer.simulated_step_s={STEP_S}", f"trainer.steps={STEPS}", "trainer.checkpoint_every=2"),
+    *(f"trainer.simulated_step_s={STEP_S}", "trainer.steps=1000", "trainer.checkpoint_every=2"),
     "coordination.admission=fill",
 )
 
@@ -53,15 +52,14 @@ def test_a_kill_while_a_version_is_being_published_loses_and_doubles_no_step(*, 
             service.wait_for("consume", before + 1)
         trainer.send_signal(signal.SIGKILL)
         ended(trainer)
+        saved = max(checkpoints(service), default=0)
         resume(service)
-        newest = max(event["version"] for event in service.trace("publish"))
-        assert max(checkpoints(service), default=0) <= newest, "a checkpoint exists only once its version is published"
-        assert ended(service.start_trainer()) == 0
-        assert surviving_steps(service) == list(range(STEPS))
+        check_resumed(service)  # the version that was under way may be published until this trainer joins
+        published = {event["version"] for event in service.trace("publish") if event["trainer_term"] == 1}
+        assert saved in published, "a checkpoint exists only once its version is published"
         # the batch of the step whose version was lost is the same: a rollback forms only later batches anew
         step = service.trace("join")[1]["checkpoint"]["version"]
         assert len(delivered(service)[step]) == 1
-        assert checkpoints(service) == [STEPS - 2, STEPS]
 
 
 def test_a_stop_while_a_version_is_being_published_ends_with_the_version_published_and_saved() -> None:
@@ -69,11 +67,10 @@ def test_a_stop_while_a_version_is_being_published_ends_with_the_version_publish
         trainer = publishing(service)
         before = len(service.trace("consume"))
         trainer.send_signal(signal.SIGTERM)
-        threading.Timer(0.5, resume, (service,)).start()
+        resume(service)
         assert ended(trainer) == 0
         published = [event["version"] for event in service.trace("publish")]
         assert published[-1] > before, "the version that was under way is published"
         assert checkpoints(service)[-1] == published[-1]
-        assert ended(service.start_trainer()) == 0
+        check_resumed(service)
         assert service.trace("rollback") == []
-        assert surviving_steps(service) == list(range(STEPS))

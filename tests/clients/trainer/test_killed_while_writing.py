@@ -2,6 +2,7 @@
 
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -9,12 +10,11 @@ import pytest
 
 from tests.clients.trainer.backends.test_backends import needs_deepspeed
 from tests.clients.trainer.service import Service, serving
-from tests.clients.trainer.test_process import checkpoints, surviving_steps
+from tests.clients.trainer.test_process import check_resumed, checkpoints
 
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 240.0
-STEPS = 12
 
 
 def begun(folder: Path) -> list[Path]:
@@ -39,7 +39,8 @@ def kill_while_it_writes(service: Service, trainer: "subprocess.Popen[bytes]") -
         unfinished = begun(folder)
         if unfinished and not any((part / "checkpoint.json").exists() for part in unfinished):
             for process in every:
-                process.kill()
+                with suppress(psutil.NoSuchProcess):  # a rank ends with its launcher
+                    process.kill()
             trainer.wait(LIMIT_S)
             return int(unfinished[0].name.partition(".")[0])
         for process in every:
@@ -60,15 +61,14 @@ def test_a_kill_of_two_ranks_that_write_a_checkpoint_leaves_the_one_before(model
 def check_a_kill(model_directory: Path, backend: str, nproc: int) -> None:
     rollout = ("rollout.engine=transformers", "rollout.max_inflight=16", "rollout.max_new_tokens=8")
     ranks = (f"trainer.backend={backend}", f"trainer.nproc={nproc}")
-    trainer = (*ranks, f"trainer.steps={STEPS}", "trainer.checkpoint_every=1")
+    trainer = (*ranks, "trainer.steps=1000", "trainer.checkpoint_every=1")
     with serving(*rollout, *trainer, f"model.path={model_directory}") as service:
         unfinished = kill_while_it_writes(service, service.start_trainer())
         before = checkpoints(service)
         assert before
         assert max(before) < unfinished
-        assert service.start_trainer().wait(LIMIT_S) == 0
+        check_resumed(service)
         log = (service.run_dir / "logs" / "trainer.log").read_text()
         assert f"resumed from {service.run_dir}/checkpoints/{max(before)}" in log
         assert "is damaged" not in log
-        assert surviving_steps(service) == list(range(STEPS))
         assert not [*(service.run_dir / "checkpoints").glob("*.part")], "what the kill left is removed"

@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,21 +19,26 @@ from staleflow.protocols.consistency.ids import Step, Version
 from tests.clients.trainer.making import batch, config
 from tests.clients.trainer.test_loop import Counting, Told, kept, loop
 
-LIMIT_S = 30.0
+LIMIT_S = 100.0
 
 
 class Reading(Told):
     """A service that reads the weights of a version only when it has to: before they change, or before it is asked to
-    finish. It takes ``read_s`` for that, and refuses version ``revoked`` with ``error``."""
+    finish. It calls ``read`` for that, and refuses version ``revoked`` with ``error``."""
 
     def __init__(
-        self, *, read_s: float = 0.0, revoked: int = -1, batches: int = 99, error: Exception | None = None
+        self,
+        *,
+        read: Callable[[], None] = lambda: None,
+        revoked: int = -1,
+        batches: int = 99,
+        error: Exception | None = None,
     ) -> None:
         super().__init__(batches=batches)
         self._error = error or BadVersion(f"version {revoked} is void")
         self.begun: Weights | None = None
         self.under_way = -1
-        self._read_s, self._revoked = read_s, revoked
+        self._read, self._revoked = read, revoked
         self._published = threading.Event()
 
     def begin_commit(self, weights: Weights) -> Version:
@@ -51,7 +55,7 @@ class Reading(Told):
         weights, self.begun = self.begun, None
         if self.under_way == self._revoked:
             raise self._error
-        time.sleep(self._read_s)
+        self._read()
         self.published.append((self.under_way, weights["w"].tolist()))
         self._published.set()
 
@@ -153,12 +157,35 @@ def test_a_stop_while_a_version_is_being_published_saves_and_registers_it(tmp_pa
     assert kept(tmp_path) == [3, 2]
 
 
-def test_the_wait_for_a_publication_counts_as_idle_and_not_as_training(tmp_path: Path) -> None:
-    client = Reading(read_s=0.5)
-    loop(tmp_path, client, Live(), config(steps=4, checkpoint_every=9)).run()
+class Clock:
+    """A clock that moves only where the test moves it, so that a stall of the machine adds no time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_the_wait_for_a_publication_counts_as_idle_and_not_as_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    for module in ("loop", "steps"):
+        monkeypatch.setattr(f"staleflow.clients.trainer.{module}.time", clock)
+
+    class Timed(Live):
+        def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
+            clock.advance(0.25)
+            return super().train(batch, step, stopping)
+
+    client = Reading(read=lambda: clock.advance(0.5))
+    loop(tmp_path, client, Timed(), config(steps=4, checkpoint_every=9)).run()
     line = client.lines[2]
-    assert line["time/publish"] >= 0.5
-    assert line["time/train"] < line["time/publish"]
+    assert (line["time/publish"], line["time/train"]) == (0.5, 0.25)
     stalled = line["time/wait_for_batch"] + line["time/publish"]
     assert line["trainer/idle_ratio"] == pytest.approx(stalled / line["time/step"])
 

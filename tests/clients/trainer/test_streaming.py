@@ -14,7 +14,7 @@ from staleflow.clients.trainer.data.micro_batches import MicroBatch
 from staleflow.protocols.consistency.ids import Version
 from staleflow.trace.audit.report import audit
 from tests.clients.trainer.service import Service, serving
-from tests.clients.trainer.test_process import ended, surviving_steps
+from tests.clients.trainer.test_process import check_resumed, ended, surviving_steps
 
 SLOW_ENGINE = ("rollout.simulated.k2=0.03", "trainer.streaming=true", "rollout.simulated.sigma=1.5")
 """Groups arrive one by one: the trainer has the first ones long before the last."""
@@ -24,6 +24,7 @@ SLOW_ENGINE = ("rollout.simulated.k2=0.03", "trainer.streaming=true", "rollout.s
 def service() -> Iterator[Service]:
     with serving(*SLOW_ENGINE, "staleness.max_staleness=0") as service:
         yield service
+        service.stop()  # a running server may be in the middle of a line
         assert audit(service.run_dir / "trace.jsonl").violations == []
 
 
@@ -114,7 +115,7 @@ def test_a_piece_that_another_rank_lacks_begins_the_step_again(service: Service)
 
 
 def test_a_killed_streaming_trainer_goes_on_with_the_same_batches() -> None:
-    settings = (*SLOW_ENGINE, "trainer.simulated_step_s=0.8", "trainer.steps=6", "trainer.checkpoint_every=1000")
+    settings = (*SLOW_ENGINE, "trainer.simulated_step_s=0.8", "trainer.steps=1000", "trainer.checkpoint_every=1000")
     with serving(*settings) as service:
         killed = service.start_trainer()
         service.wait_for("consume", 3)
@@ -123,14 +124,14 @@ def test_a_killed_streaming_trainer_goes_on_with_the_same_batches() -> None:
         killed.send_signal(signal.SIGKILL)
         ended(killed)
         before = {event["step"]: event["digest"] for event in service.trace("seal")}
-        assert ended(service.start_trainer()) == 0
+        check_resumed(service)
         rollbacks = service.trace("rollback")
         assert rollbacks
         again = {event["step"]: event["digest"] for event in service.trace("seal") if event["lineage"]}
         for rollback in rollbacks:
             assert again[rollback["to_version"]] == before[rollback["to_version"]]
-        assert surviving_steps(service) == list(range(6))
-        lines = (service.run_dir / "metrics.jsonl").read_text().splitlines()
+        lines = (service.run_dir / "metrics.jsonl").read_bytes().split(b"\n")[:-1]  # the last line may be incomplete
         trained = [line for line in map(json.loads, lines) if "time/train" in line]
+        steps = surviving_steps(service)
     assert all(line["time/train"] >= 0.7 for line in trained)
-    assert [line["step"] for line in trained][-1] == 5
+    assert trained[-1]["step"] in steps[-2:], "a stopped trainer may lose the metrics of its last step"

@@ -228,7 +228,8 @@ def test_the_process_of_a_trainer_with_a_void_step_says_why_in_one_line(
     monkeypatch.setattr(main, "_main", train)
     monkeypatch.setattr("staleflow.clients.trainer.main.daemon.run", run)
     assert main.attach(config(), tmp_path, "trainer", "") == 1
-    assert [(r.levelno, r.getMessage(), r.exc_info) for r in caplog.records] == [
+    own = [record for record in caplog.records if record.name == main.__name__]
+    assert [(r.levelno, r.getMessage(), r.exc_info) for r in own] == [
         (logging.ERROR, "step 3: batch 4 was taken back", None)
     ]
 

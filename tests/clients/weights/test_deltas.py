@@ -137,7 +137,8 @@ async def test_the_next_version_comes_as_what_changed(
     assert asked == []
     same(await pulled(puller, 1), after)
     assert {(ask.base_version, ask.version) for ask in asked} == {(0, 1)}
-    assert sum(ask.nbytes for ask in asked) < after["bits"].nbytes + 1000  # without the frozen tensor
+    chunks = {(ask.offset, ask.nbytes) for ask in asked}  # a slow answer may be requested twice
+    assert sum(nbytes for _, nbytes in chunks) < after["bits"].nbytes + 1000  # without the frozen tensor
     assert await pinned(run) == {0: [], 1: ["reader.1"]}  # the base of the next delta
 
 
@@ -166,7 +167,7 @@ async def test_a_base_gives_way_where_there_is_no_room(make_run: Callable[..., R
     async with produced(run):
         for version in range(1, 4):
             batch = (await trainer.next_batch(version - 1)).batch
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await trainer.publish(version, versions[version], batch)
             if version == 1:
                 same(await pulled(puller, 1), versions[1])

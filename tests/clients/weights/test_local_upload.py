@@ -76,8 +76,9 @@ class File:
 
     @property
     def mapped(self) -> bool:
-        """True while this process maps the file."""
-        return f" {self.path.stat().st_ino} " in maps()
+        """True while this process maps the file; a file of another file system may have the same inode number."""
+        inode = f" {self.path.stat().st_ino} "
+        return any(inode in line and str(self.path) in line for line in maps().splitlines())
 
 
 def maps() -> str:

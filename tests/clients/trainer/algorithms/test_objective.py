@@ -232,7 +232,7 @@ class Shared:
     """Two ranks in threads: each waits for the other at every reduction."""
 
     def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=20)
+        self._barrier = threading.Barrier(2, timeout=100)
         self._held: list[torch.Tensor] = [torch.zeros(0)] * 2
 
     def rank(self, number: int) -> Reduce:

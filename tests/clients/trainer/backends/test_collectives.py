@@ -2,10 +2,9 @@
 """Two ranks of a trainer in a real run train every step once, although they are killed, stopped and restarted."""
 
 import os
-import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -18,7 +17,7 @@ from staleflow.clients.weights.tensors import part
 from staleflow.servers.parameters.versions import About
 from tests.clients.trainer.backends.test_backends import needs_deepspeed
 from tests.clients.trainer.service import Service, serving
-from tests.clients.trainer.test_process import checkpoints, surviving_steps
+from tests.clients.trainer.test_process import check_resumed, checkpoints, surviving_steps
 
 pytestmark = pytest.mark.slow
 
@@ -51,25 +50,15 @@ def published(service: Service, version: int) -> dict[str, bytes]:
 
 
 def test_every_rank_is_delivered_every_batch_and_one_that_dies_ends_the_trainer(model_directory: Path) -> None:
-    with serving(*real(model_directory, "trainer.steps=200", "trainer.checkpoint_every=2")) as service:
+    with serving(*real(model_directory, "trainer.steps=1000", "trainer.checkpoint_every=2")) as service:
         trainer = service.start_trainer()
         service.wait_for("checkpoint", 1, LIMIT_S)
         first, second = ranks_of(trainer)
         second.kill()
         assert trainer.wait(LIMIT_S) != 0
         assert not first.is_running()
-        again = service.start_trainer()
-        service.wait_for("join", 2, LIMIT_S)
-        service.wait_for("consume", len(service.trace("consume")) + 2, LIMIT_S)
-        again.send_signal(signal.SIGTERM)
-        asked = time.monotonic()
-        assert again.wait(LIMIT_S) == 0
-        assert time.monotonic() - asked < 10
-        steps = surviving_steps(service)
-        assert steps == list(range(len(steps)))
-        assert {(step, rank) for step in steps for rank in (0, 1)} <= deliveries(service)
-        newest = max(int(path.name) for path in (service.run_dir / "checkpoints").iterdir() if path.name.isdecimal())
-        assert newest == len(steps)
+        check_resumed(service)
+        assert {(step, rank) for step in surviving_steps(service) for rank in (0, 1)} <= deliveries(service)
 
 
 @pytest.mark.parametrize(
@@ -83,21 +72,21 @@ def test_every_rank_is_delivered_every_batch_and_one_that_dies_ends_the_trainer(
 def test_all_ranks_resume_from_the_same_older_checkpoint_where_the_file_of_one_rank_is_damaged(
     model_directory: Path, backend: str
 ) -> None:
-    settings = (f"trainer.backend={backend}", "trainer.steps=16", "trainer.checkpoint_every=2")
+    settings = (f"trainer.backend={backend}", "trainer.steps=1000", "trainer.checkpoint_every=2")
     with serving(*real(model_directory, *settings)) as service:
         trainer = service.start_trainer()
         service.wait_for("checkpoint", 2, LIMIT_S)
         for process in (*ranks_of(trainer), trainer):
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # the launcher ends the other ranks of a killed one
+                process.kill()
         trainer.wait(LIMIT_S)
         older, newest = checkpoints(service)[-2:]
         folder = service.run_dir / "checkpoints" / str(newest)
         file = next(iter((*folder.glob("*-1-of-2.safetensors"), *sorted(folder.glob("optimizer/*"), reverse=True))))
         file.write_bytes(file.read_bytes()[:-1])
-        assert service.start_trainer().wait(LIMIT_S) == 0
+        check_resumed(service)
         assert [event["to_version"] for event in service.trace("rollback")] == [older]
         assert len({event["digest"] for event in service.trace("seal") if event["step"] == older}) == 1
-        assert surviving_steps(service) == list(range(16))
         assert len([*folder.parent.glob(f"{newest}.*.damaged")]) == 1
         assert (
             f"checkpoint {newest} is damaged ({file.relative_to(folder)} "

@@ -202,7 +202,7 @@ def test_a_rank_takes_part_in_columns_that_only_another_rank_has() -> None:
     payloads = [two_versions(), payload(1, [2, 1], prompt=1)]
     payloads[1].stages["stage/environment/turns"] = np.array([2.0, 4.0], np.float32)
     payloads[0].stages["stage/judge/weights:token"] = np.ones(payloads[0].num_tokens, np.float32)
-    barrier, sent = threading.Barrier(2, timeout=30), dict[int, NDArray[Any]]()
+    barrier, sent = threading.Barrier(2, timeout=100), dict[int, NDArray[Any]]()
 
     def rank(number: int) -> dict[str, float]:
         def gather(column: NDArray[Any]) -> NDArray[Any]:

@@ -17,7 +17,7 @@ from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.typed_columns import TypedColumn, encode_columns
 from tests.clients.trainer.making import header, payload
 
-LIMIT_S = 30.0
+LIMIT_S = 100.0
 TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask", "behavior_logprobs", "token_versions")
 DECLARED = (
     TypedColumn(name="experts", per="token", dtype="int32", shape=(2,)),

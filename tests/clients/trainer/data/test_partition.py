@@ -18,13 +18,21 @@ def test_no_rank_is_left_without_a_group_even_where_groups_are_empty() -> None:
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 8))
-def test_every_group_has_one_rank_and_no_rank_has_a_third_more_than_it_must(tokens: list[int], world: int) -> None:
+def test_every_group_has_one_rank_and_no_rank_is_more_than_its_shortest_group_above_the_mean(
+    tokens: list[int], world: int
+) -> None:
     parts = shares(tokens, world)
     assert sorted(place for part in parts for place in part) == list(range(len(tokens)))
     assert all(parts) or len(tokens) < world
-    loads = [sum(tokens[place] for place in part) for part in parts]
-    bound = max(max(tokens), sum(tokens) / world, *_pairs(tokens, world))
-    assert max(loads) <= bound * 4 / 3 + 1
+    for part in parts:
+        mine = [tokens[place] for place in part]
+        assert (sum(mine) - min(mine, default=0)) * world <= sum(tokens)
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), st.integers(1, 4))
+def test_no_rank_has_a_third_more_than_the_optimum(tokens: list[int], world: int) -> None:
+    loads = [sum(tokens[place] for place in part) for part in shares(tokens, world)]
+    assert 3 * max(loads) <= 4 * _optimum(tuple(tokens), (0,) * world)
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from((2, 4, 8)))
@@ -35,7 +43,11 @@ def test_ranks_are_within_two_percent_of_even_where_lengths_have_a_heavy_tail(se
     assert max(loads) <= 1.02 * sum(loads) / world
 
 
-def _pairs(tokens: list[int], world: int) -> list[int]:
-    """With more groups than ranks, two of the world + 1 largest groups share a rank."""
-    largest = sorted(tokens, reverse=True)[: world + 1]
-    return [largest[-1] + largest[-2]] if len(largest) == world + 1 and world >= 1 and len(largest) > 1 else []
+def _optimum(tokens: tuple[int, ...], loads: tuple[int, ...]) -> int:
+    """Return the smallest possible maximum of the loads, once these groups are added to them in any way."""
+    if not tokens:
+        return max(loads)
+    first, *rest = tokens
+    # ranks with equal loads are interchangeable
+    choices = {tuple(sorted((*loads[:rank], loads[rank] + first, *loads[rank + 1 :]))) for rank in range(len(loads))}
+    return min(_optimum(tuple(rest), choice) for choice in choices)

@@ -21,7 +21,7 @@ from staleflow.clients.trainer.backends.collectives import OneRank
 from staleflow.clients.trainer.evaluation.sharded import accompany, lead
 from staleflow.protocols.consistency.ids import Version
 
-LIMIT_S = 10.0
+LIMIT_S = 100.0
 RANKS = 3
 DONE = {"reward/eval": 1.0}
 

@@ -19,7 +19,7 @@ from staleflow.protocols.wire.messages import Batch, BeginPublishReply
 from tests.clients.trainer.making import batch, header, members
 from tests.clients.trainer.ranks.rows import Rows
 
-LIMIT_S = 10.0
+LIMIT_S = 100.0
 
 
 class Room:
