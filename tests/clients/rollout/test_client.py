@@ -214,12 +214,13 @@ async def test_a_released_group_is_leased_again(short_dir: Path) -> None:
 
 
 async def test_a_lease_that_is_held_for_too_long_is_released(short_dir: Path) -> None:
-    async with served(short_dir) as (run, _), client(run, capacity=1, max_lease_s=0.05) as foreign:
+    async with served(short_dir) as (run, _), client(run, capacity=1, max_lease_s=2.0) as foreign:
         (lease,) = await taken(foreign)
         changes: list[bool] = []
+        late = lease.ended  # if this process stood still after the lease was taken
         lease.on_change = lambda: changes.append(lease.ended)
         await eventually(lambda: _true(lease.ended))
-        assert changes == [True]
+        assert changes == ([] if late else [True])
         assert not await foreign.push(lease, PROMPT, GROUP), "its tokens are discarded"
 
 

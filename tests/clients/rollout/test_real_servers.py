@@ -18,7 +18,7 @@ import pytest
 
 from staleflow.clients.attachment import attach
 from staleflow.clients.prompts import Encode
-from staleflow.clients.rollout import main
+from staleflow.clients.rollout import main, session
 from staleflow.clients.rollout.engines.base import Trajectory
 from staleflow.clients.rollout.engines.simulated import SimulatedEngine
 from staleflow.clients.rollout.engines.thread import EngineThread
@@ -41,6 +41,7 @@ from staleflow.protocols.wire.messages import (
 from staleflow.protocols.wire.tensors import unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
 from tests.clients.rollout.engines.waiting import until
+from tests.servers.running import eventually
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -103,7 +104,7 @@ async def take(address: str, count: int) -> list[tuple[StageItem, GroupPayload]]
     """Take the first groups that a stage receives."""
     shard = Client(address, worker=ME)
     taken: list[tuple[StageItem, GroupPayload]] = []
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while len(taken) < count:
             work, frames = await shard.call(GetStageWork(stage="reward", worker=ME, max_groups=4), timeout_s=None)
             assert isinstance(work, StageWork)
@@ -112,6 +113,12 @@ async def take(address: str, count: int) -> list[tuple[StageItem, GroupPayload]]
                 taken.append((item, payload))
     shard.close()
     return taken
+
+
+async def left(scheduler: Client) -> bool:
+    """Return whether the rollout worker has left and none of its leases remains."""
+    status = await scheduler.ask(GetStatus(), SchedulerStatus)
+    return status.ledger["leased"] == 0 and all(worker.role != "rollout" for worker in status.workers)
 
 
 def check(model: Any, prompt: str, payload: GroupPayload) -> None:
@@ -141,10 +148,10 @@ async def test_pushed_groups_were_written_by_the_published_weights(tmp_path: Pat
         for item, payload in await take(where.trajectories[0], 4):
             check(published, item.row["prompt"], payload)
         worker.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(worker.wait, 10) == 0
-        status = await scheduler.ask(GetStatus(), SchedulerStatus)
-        assert [worker.role for worker in status.workers if worker.role == "rollout"] == []
-        assert status.ledger["leased"] == 0
+        assert await asyncio.to_thread(worker.wait, 60) == 0
+        if "detach failed: no answer" in (run_dir / "logs" / "rollout-0.log").read_text():
+            await eventually(lambda: left(scheduler))  # it does not wait long for a scheduler that stands still
+        assert await left(scheduler)
         scheduler.close()
 
 
@@ -153,9 +160,9 @@ def test_a_signal_ends_a_worker_that_waits_for_its_run(tmp_path: Path) -> None:
     configured(tmp_path / "run", tmp_path / "model", engine="simulated")
     with process("attach", "rollout", "--run-dir", str(tmp_path / "run"), "--name", "rollout-0") as worker:
         log = tmp_path / "run" / "logs" / "rollout-0.log"
-        asyncio.run(until(log.exists))
+        asyncio.run(until(log.exists, 120))  # the start of a process takes seconds
         worker.send_signal(signal.SIGTERM)
-        assert worker.wait(10) == 0
+        assert worker.wait(60) == 0
 
 
 class Broken(SimulatedEngine):
@@ -175,29 +182,30 @@ def test_an_engine_that_crashes_ends_its_worker_and_the_leases_go_back_at_once(
     async def opened(*_: object) -> tuple[EngineThread, Encode]:
         return EngineThread(Broken(Simulated(), slots=8)), main.text_bytes
 
-    async def asked(before: bool) -> SchedulerStatus:
+    async def asked(before: bool) -> bool:
         scheduler = Client(addresses(config, run_dir).scheduler, worker=ME)
         try:
             if before:
                 await publish(scheduler, published)
-            return await scheduler.ask(GetStatus(), SchedulerStatus)
+            return await left(scheduler)
         finally:
             scheduler.close()
 
+    def released() -> set[str]:
+        lines = (run_dir / "trace.jsonl").read_bytes().split(b"\n")[:-1]  # the last line may be incomplete
+        return {str(event["group"]) for event in map(json.loads, lines) if event["ev"] == "release"}
+
     monkeypatch.setattr(main, "open_engine", opened)
+    monkeypatch.setattr(session, "LEAVE_TIMEOUT_S", 60.0)  # the scheduler may be slow to reply
     with servers(run_dir):
         asyncio.run(asked(before=True))
         assert main.attach(config, run_dir, "rollout-0", addresses(config, run_dir).scheduler) == 1
-        status = asyncio.run(asked(before=False))
+        assert asyncio.run(asked(before=False))
     log = (run_dir / "logs" / "rollout-0.log").read_text()
     named = re.search(r"engine of (rollout-0\.\w+) failed, releasing the leases of its groups: (\d+(?:, \d+)*)", log)
     assert named is not None
     assert "MemoryError('Unable to allocate 8 GiB'); lower rollout.max_inflight, or rollout.max_new_tokens" in log
-    assert [worker.role for worker in status.workers if worker.role == "rollout"] == []
-    assert status.ledger["leased"] == 0
-    events = [json.loads(line) for line in (run_dir / "trace.jsonl").read_text().splitlines()]
-    released = {str(event["group"]) for event in events if event["ev"] == "release" and event["why"] == "aborted"}
-    assert released >= set(named[2].split(", "))
+    assert released() >= set(named[2].split(", "))  # a lease may also have expired before
 
 
 @pytest.mark.parametrize("missing", ["directory", "tokenizer", "embeddings"])

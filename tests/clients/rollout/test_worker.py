@@ -139,7 +139,10 @@ async def test_a_command_that_comes_twice_is_obeyed_once(short_dir: Path) -> Non
 async def test_redundant_samples_are_aborted_once_enough_are_done(short_dir: Path) -> None:
     async with playing(short_dir, Paced(tokens=200, sigma=1.0), started=8) as play:
         await loaded(play)
+        play.engine.gate.clear()  # until all samples are there, so that they start together
         play.scheduler.order(assign(1))
+        await until(lambda: len(play.runner._futures) == 8)  # pyright: ignore[reportPrivateUsage]
+        play.engine.gate.set()
         await until(lambda: 1 in play.shard.payloads)
         assert play.shard.payloads[1].num_samples == 4
         await until(lambda: play.engine.stats().running == 0)
@@ -354,7 +357,7 @@ async def test_an_engine_that_fails_ends_the_worker_and_its_groups_are_named(
         play.engine.error = RuntimeError("out of memory")
         play.scheduler.order(assign(1), assign(4))
         with pytest.raises(EngineError, match="out of memory"):
-            await asyncio.wait_for(play.running, 10)
+            await asyncio.wait_for(play.running, 60)
         assert f"engine of {ME} failed, releasing the leases of its groups: 1, 4" in caplog.text
 
 
@@ -366,14 +369,17 @@ async def test_a_worker_that_the_run_does_not_know_any_more_ends(
         await loaded(play)
         play.scheduler.refuse = code
         with pytest.raises(error, match="said the test"):
-            await asyncio.wait_for(play.running, 10)
+            await asyncio.wait_for(play.running, 60)
 
 
-async def test_a_drained_run_lets_the_worker_finish_what_it_holds(short_dir: Path) -> None:
+async def test_a_drained_run_lets_the_worker_finish_what_it_holds(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("staleflow.clients.rollout.session.DRAIN_TIMEOUT_S", 60.0)
     async with playing(short_dir) as play:
         await loaded(play)
         play.scheduler.order(assign(1), assign(2), drain=True)
-        await asyncio.wait_for(play.running, 10)
+        await asyncio.wait_for(play.running, 60)
         assert sorted(play.shard.payloads) == [1, 2]
 
 
@@ -384,11 +390,14 @@ async def test_a_drained_run_does_not_keep_a_worker_whose_groups_never_end(
     async with playing(short_dir, Paced(tokens=10**6)) as play:
         await loaded(play)
         play.scheduler.order(assign(1), drain=True)
-        await asyncio.wait_for(play.running, 10)
+        await asyncio.wait_for(play.running, 60)
         assert play.shard.payloads == {}
 
 
-async def test_a_worker_that_leaves_delivers_what_is_done_and_says_goodbye(short_dir: Path) -> None:
+async def test_a_worker_that_leaves_delivers_what_is_done_and_says_goodbye(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("staleflow.clients.rollout.session.LEAVE_TIMEOUT_S", 60.0)
     async with playing(short_dir, Paced(tokens=10**6)) as play:
         await loaded(play)
         play.scheduler.order(assign(1), assign(2))
@@ -401,7 +410,7 @@ async def test_a_worker_that_leaves_delivers_what_is_done_and_says_goodbye(short
         await asyncio.sleep(0.05)
         assert play.scheduler.detached == []
         play.shard.answer(play.shard.pushes[0])
-        await asyncio.wait_for(leaving, 5)
+        await asyncio.wait_for(leaving, 60)
         assert play.scheduler.detached == ["SIGTERM"]
         assert list(play.shard.payloads) == [1]
 
@@ -412,8 +421,8 @@ async def test_a_scheduler_that_is_away_is_waited_for_while_the_engine_goes_on(s
         play.scheduler.order(assign(1))
         await until(lambda: play.scheduler.held == [1])
         await play.stop_scheduler()
-        await until(lambda: 1 in play.shard.payloads, 20)
+        await until(lambda: 1 in play.shard.payloads)
         play.start_scheduler()
         play.scheduler.order(assign(2))
-        await until(lambda: 2 in play.shard.payloads, 20)
+        await until(lambda: 2 in play.shard.payloads)
         await until(lambda: play.scheduler.held == [])

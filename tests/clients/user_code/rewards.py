@@ -21,7 +21,7 @@ def columns(prompt: str, completion: str, *, answer: str, weight: float) -> floa
 
 
 async def slowly(prompt: str, completion: str) -> float:
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(2.0)
     return float(completion)
 
 

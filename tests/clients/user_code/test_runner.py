@@ -21,7 +21,7 @@ REWARDS = Path(__file__).parent / "rewards.py"
 
 @asynccontextmanager
 async def running(
-    name: str, *, timeout_s: float = 10.0, retries: int = 0, concurrency: int = 64
+    name: str, *, timeout_s: float = 60.0, retries: int = 0, concurrency: int = 64
 ) -> AsyncGenerator[RewardRunner]:
     runner = RewardRunner(f"{REWARDS}:{name}", timeout_s=timeout_s, retries=retries, concurrency=concurrency)
     try:
@@ -55,14 +55,14 @@ async def test_the_columns_of_the_row_are_keyword_arguments() -> None:
 
 
 async def test_calls_of_an_async_reward_run_side_by_side() -> None:
-    async with running("slowly", timeout_s=5.0) as runner, asyncio.timeout(5.0):
+    async with running("slowly") as runner, asyncio.timeout(60.0):  # one after the other, they take two minutes
         assert await runner.score(said(*map(str, range(60)))) == list(map(float, range(60)))
 
 
 async def test_no_more_calls_are_under_way_than_the_concurrency_and_so_many_are(tmp_path: Path) -> None:
     columns = {"folder": str(tmp_path)}
     many = [Sample(prompt="", completion=str(number), columns=columns) for number in range(200)]
-    async with running("together", concurrency=100) as runner, asyncio.timeout(20.0):
+    async with running("together", concurrency=100) as runner, asyncio.timeout(60.0):
         assert runner.calls == 100
         most = await runner.score(many)
     assert max(most) == 100
@@ -111,30 +111,34 @@ async def test_a_reward_that_always_fails_fills_no_log(caplog: pytest.LogCapture
     assert len(tries) <= 1 + (time.monotonic() - began) < 120
 
 
+@pytest.mark.slow
 async def test_a_reward_that_hangs_is_killed_and_named() -> None:
-    async with running("hangs", timeout_s=0.5, retries=1) as runner:
-        with pytest.raises(RewardFailed, match=r"took longer than 0.5 s \(2 tries\)"):
+    async with running("hangs", timeout_s=5.0, retries=1) as runner:
+        with pytest.raises(RewardFailed, match=r"took longer than 5 s \(2 tries\)"):
             await runner.score(said("hang"))
         assert await runner.score(said("fine")) == [1.0]
 
 
+@pytest.mark.slow
 async def test_a_reward_that_hangs_once_is_tried_again(tmp_path: Path) -> None:
-    async with running("hangs_once", timeout_s=3.0, retries=1) as runner:
+    async with running("hangs_once", timeout_s=15.0, retries=1) as runner:
         sample = Sample(prompt="", completion="", columns={"marker": str(tmp_path / "marker")})
         assert await runner.score([sample]) == [7.0]
         assert runner.failed_calls == 1
 
 
+@pytest.mark.slow
 async def test_an_overdue_await_costs_nobody_else_his_call() -> None:
-    async with running("stuck", timeout_s=3.0) as runner:
+    async with running("stuck", timeout_s=15.0) as runner:
         late = asyncio.ensure_future(runner.score(said("await")))
         assert await runner.score(said("1", "2")) == [1.0, 2.0]
-        with pytest.raises(RewardFailed, match="took longer than 3 s"):
+        with pytest.raises(RewardFailed, match="took longer than 15 s"):
             await late
 
 
+@pytest.mark.slow
 async def test_calls_beside_one_that_blocks_the_process_run_again_and_are_not_charged() -> None:
-    async with running("stuck", timeout_s=3.0) as runner:
+    async with running("stuck", timeout_s=15.0) as runner:
         blocked = asyncio.ensure_future(runner.score(said("block")))
         assert await runner.score(said("1", "2")) == [1.0, 2.0]
         with pytest.raises(RewardFailed, match="took longer"):
@@ -142,12 +146,13 @@ async def test_calls_beside_one_that_blocks_the_process_run_again_and_are_not_ch
         assert runner.failed_calls == 1
 
 
+@pytest.mark.slow
 async def test_a_call_that_nobody_waits_for_any_more_does_not_cost_the_next_one_its_time(tmp_path: Path) -> None:
     def marked(*completions: str) -> list[Sample]:
         columns = {"marker": str(tmp_path / "marker")}
         return [Sample(prompt="", completion=completion, columns=columns) for completion in completions]
 
-    async with running("raises_or_hangs", timeout_s=3.0) as runner:
+    async with running("raises_or_hangs", timeout_s=15.0) as runner:
         with pytest.raises(RewardFailed, match="cannot judge it"):
             await runner.score(marked("raise", "hang"))
         assert await runner.score(marked("fine")) == [1.0]

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Return once ``condition()`` is true; raise ``TimeoutError`` after the time limit."""
     async with asyncio.timeout(seconds):
         for _ in iter(lambda: bool(condition()), True):

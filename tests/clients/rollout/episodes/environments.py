@@ -94,6 +94,11 @@ class Bad:
                         await asyncio.sleep(3600)
                     except asyncio.CancelledError:
                         continue
+            case "waits":
+                if not (marker := Path(row["marker"])).exists():  # the first of its two plays
+                    marker.touch()  # noqa: ASYNC240 - an empty file
+                    await asyncio.sleep(3600)
+                return 1.0
             case "silent":
                 return 1.0
             case _:
@@ -112,14 +117,18 @@ def _exits_later() -> None:
 
 
 class Counting:
-    """The reward is the maximum number of concurrent episodes that this process has had."""
+    """The reward is the maximum number of concurrent episodes that this process has had; the first wait for a third."""
 
     def __init__(self) -> None:
         self.here = self.most = 0
+        self.third = asyncio.Event()
 
     async def rollout(self, client: Client, row: Mapping[str, Any]) -> float:
         self.here += 1
         self.most = max(self.most, self.here)
+        if self.here == 3:
+            self.third.set()
+        await self.third.wait()
         await client.chat.completions.create(messages=[{"role": "user", "content": "hello"}])
         await asyncio.sleep(0.05)
         self.here -= 1

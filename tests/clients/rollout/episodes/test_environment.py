@@ -4,7 +4,7 @@ import asyncio
 import importlib.util
 import os
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from staleflow.clients.rollout.engines.base import Sampling
 from staleflow.clients.rollout.engines.simulated import SimulatedEngine
 from staleflow.clients.rollout.engines.thread import EngineThread
-from staleflow.clients.rollout.episodes import environment
+from staleflow.clients.rollout.episodes import env_child, environment
 from staleflow.clients.rollout.episodes.chat.template import ByteChatTemplate
 from staleflow.clients.rollout.episodes.env_runner import EpisodeFailed
 from staleflow.clients.rollout.episodes.environment import Environments
@@ -190,8 +190,6 @@ async def test_what_would_not_be_trained_as_it_was_sampled_is_refused_by_name() 
     ("prompt", "why"),
     [
         ("raise", "the environment raised ValueError: no such planet"),
-        ("hang", "the environment took longer than 3 s"),
-        ("block", "the environment took longer than 3 s"),
         ("exit", "the environment's process ended with code 7"),
         ("memory", "the environment raised MemoryError"),
         ("text", "the environment returned 'good'; it must return None, a finite number, or finite numbers by name"),
@@ -201,7 +199,7 @@ async def test_what_would_not_be_trained_as_it_was_sampled_is_refused_by_name() 
     ],
 )
 async def test_an_environment_that_misbehaves_is_named_and_the_next_group_is_played(prompt: str, why: str) -> None:
-    async with playing("Bad", timeout_s=3.0 if prompt in ("hang", "block") else 60.0, memory_mb=1024) as scene:
+    async with playing("Bad", timeout_s=60.0, memory_mb=1024) as scene:
         with pytest.raises(EpisodeFailed, match=why):
             await scene.play(prompt)
         scene.held = ActiveLease(assign(2))
@@ -220,13 +218,18 @@ async def test_without_a_reward_function_the_environment_must_return_one() -> No
             await scene.play()
 
 
-async def test_episodes_beside_one_that_blocks_their_process_are_played_again() -> None:
-    async with playing("Bad", timeout_s=3.0) as scene:
-        blocked = asyncio.ensure_future(scene.environments.produce(ActiveLease(assign(2)), {"prompt": "block"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hang", "block"])
+async def test_episodes_beside_and_after_one_that_never_ends_are_played(kind: str) -> None:
+    """The time limit leaves the good episodes time on a loaded machine; one that blocks their process ends it."""
+    async with playing("Bad", timeout_s=15.0, memory_mb=1024) as scene:
+        endless = asyncio.ensure_future(scene.environments.produce(ActiveLease(assign(2)), {"prompt": kind}))
         good = await scene.play("good")
         assert good.stages["stage/environment/reward"].tolist() == [1.0, 1.0]
-        with pytest.raises(EpisodeFailed, match="took longer"):
-            await blocked
+        with pytest.raises(EpisodeFailed, match="the environment took longer than 15 s"):
+            await endless
+        scene.held = ActiveLease(assign(3))
+        assert (await scene.play("good")).stages["stage/environment/reward"].tolist() == [1.0, 1.0]
 
 
 async def outcomes(scene: Scene, prompts: Sequence[str]) -> list[str]:
@@ -261,14 +264,17 @@ async def test_an_episode_whose_guilt_cannot_be_seen_is_found_by_playing_alone(k
         assert await outcomes(scene, prompts) == expected
 
 
-async def test_an_episode_beside_a_crash_is_played_again_with_the_same_seed_and_its_tokens_are_in_no_group() -> None:
+async def test_an_episode_beside_a_crash_is_played_again_with_the_same_seed_and_its_tokens_are_in_no_group(
+    tmp_path: Path,
+) -> None:
     async with playing("Bad", group_size=1) as scene:
-        undisturbed = await scene.play("good")
+        undisturbed = await scene.play("waits", marker=str(tmp_path))
     async with playing("Bad", group_size=1) as scene:
-        beside = scene.environments.produce(ActiveLease(assign(2)), {"prompt": "exit"})
-        payload, crashed = await asyncio.gather(scene.play("good"), beside, return_exceptions=True)
-        assert isinstance(payload, GroupPayload)
-        assert isinstance(crashed, EpisodeFailed)
+        playing_twice = asyncio.ensure_future(scene.play("waits", marker=str(tmp_path / "marker")))
+        await until((tmp_path / "marker").exists)  # it has its tokens, and the crash finds it there
+        with pytest.raises(EpisodeFailed, match=EXITED):
+            await scene.environments.produce(ActiveLease(assign(2)), {"prompt": "exit"})
+        payload = await playing_twice
         assert payload.token_ids.tolist() == undisturbed.token_ids.tolist()
         assert scene.engine.stats().generated_tokens >= 2 * payload.num_tokens + 1
 
@@ -280,7 +286,10 @@ async def test_no_more_episodes_share_a_process_than_its_concurrency() -> None:
         assert max(most) == 3
 
 
-async def test_an_interrupt_keeps_the_tokens_so_far_and_the_environment_has_the_last_word() -> None:
+async def test_an_interrupt_keeps_the_tokens_so_far_and_the_environment_has_the_last_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(environment, "RETURN_TIMEOUT_S", 60.0)
     async with playing("Endless") as scene:
         group = asyncio.ensure_future(scene.play())
         await until(lambda: scene.engine.stats().generated_tokens > 60)
@@ -367,5 +376,10 @@ async def test_the_openai_package_speaks_to_it() -> None:
 
 
 def test_this_process_has_no_child_left() -> None:
+    def command(pid: str) -> bytes:
+        with suppress(OSError):  # another test's child ends meanwhile
+            return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b""
+
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    assert [pid for pid in children if b"environment_child" in Path(f"/proc/{pid}/cmdline").read_bytes()] == []
+    assert [pid for pid in children if env_child.__name__.encode() in command(pid)] == []

@@ -78,6 +78,7 @@ async def test_each_version_of_the_adapter_is_the_policy_of_the_trainer(engine: 
     assert np.abs(samples[0].logprobs - base).max() > 0.1, "the adapter matters"
 
 
+@pytest.mark.usefixtures("paced")
 async def test_a_running_request_continues_with_the_new_adapter(engine: Any, directory: Path) -> None:
     old, new = learner(directory, 1), learner(directory, 2)
     await engine.load(arrays(old), Lineage(0), Version(10))

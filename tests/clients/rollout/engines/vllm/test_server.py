@@ -20,7 +20,7 @@ from staleflow.configs.schema import Config, Model, Prompts, Reward, Rollout, Vl
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish
 from tests.clients.rollout.engines.vllm.serving import serve
-from tests.clients.rollout.engines.vllm.test_engine import LONG, SLOTS, ask, running, versions
+from tests.clients.rollout.engines.vllm.test_engine import LONG, SLOTS, STEPS, ask, running, versions
 from tests.clients.rollout.fidelity import (
     STOP,
     build,
@@ -38,7 +38,10 @@ pytestmark = [
     pytest.mark.xdist_group("vllm"),
 ]
 
-OPTIONS = ("--max-model-len", "512", "--max-num-seqs", str(SLOTS), "--kv-cache-memory-bytes", str(1 << 20))
+OPTIONS = (
+    *("--max-model-len", "512", "--max-num-seqs", str(SLOTS), "--kv-cache-memory-bytes", str(1 << 20)),
+    *("--worker-extension-cls", STEPS),
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +111,7 @@ async def test_tokens_have_the_log_probabilities_of_the_trainer(make: Any) -> No
     assert (engine.stats().slots, engine.stats().kv_capacity > 500) == (SLOTS, True)
 
 
+@pytest.mark.usefixtures("paced")
 async def test_every_token_has_the_version_that_drew_it(make: Any) -> None:
     old, new = build(seed=0), build(seed=1)
     engine = await make(old)
@@ -115,6 +119,7 @@ async def test_every_token_has_the_version_that_drew_it(make: Any) -> None:
     await running(engine, tasks, 5 * SLOTS)
     await engine.load(published(new), Lineage(0), Version(1))
     samples = await asyncio.gather(*tasks)
+    samples.sort(key=lambda sample: versions(sample)[0][0])  # the requests may arrive in another order
     assert [versions(sample)[0][0] for sample in samples] == [0] * SLOTS + [1] * 2
     for sample in samples[:SLOTS]:
         first, second = sample.segments
@@ -126,6 +131,7 @@ async def test_every_token_has_the_version_that_drew_it(make: Any) -> None:
         np.testing.assert_allclose(sample.logprobs, trainer_logprobs(new, LONG, sample.token_ids), atol=1e-3)
 
 
+@pytest.mark.usefixtures("paced")
 async def test_recompute_reads_the_tokens_so_far_with_the_new_weights(make: Any) -> None:
     old, new = build(seed=0), build(seed=1)
     engine = await make(old, "recompute")
@@ -138,6 +144,7 @@ async def test_recompute_reads_the_tokens_so_far_with_the_new_weights(make: Any)
     np.testing.assert_allclose(second.logprobs, anew, atol=1e-3)
 
 
+@pytest.mark.usefixtures("paced")
 async def test_interrupted_requests_keep_their_tokens_and_aborted_ones_end(make: Any) -> None:
     model = build()
     engine = await make(model)

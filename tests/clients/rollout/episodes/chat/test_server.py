@@ -42,7 +42,7 @@ async def ask(server: ChatServer, path: str, key: str, data: bytes, method: str 
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         request = urllib.request.Request(server.base_url + path, data, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=10) as reply:
+            with urllib.request.urlopen(request, timeout=60) as reply:
                 return reply.status, json.load(reply)
         except urllib.error.HTTPError as error:
             with error:
@@ -84,7 +84,7 @@ async def test_what_is_wrong_with_a_call_is_an_error_in_the_shape_of_the_openai_
         key = server.open(echo)
         try:
             found, body = await ask(server, path, key, data, method)
-        except urllib.error.URLError:
+        except (urllib.error.URLError, ConnectionError):
             assert status == 413  # the server may refuse while the client still sends
         else:
             assert (found, body["error"]["code"]) == (status, code)
@@ -116,7 +116,7 @@ async def test_two_calls_in_one_write_are_both_answered() -> None:
         first = f'{head}Content-Length: {room}\r\n\r\n{{"number": 0}}'.ljust(CHUNK)
         writer.write(f'{first}{head}Content-Length: 13\r\n\r\n{{"number": 1}}'.encode())
         for number in range(2):
-            answered = await asyncio.wait_for(reader.readuntil(b"}}"), 10)
+            answered = await asyncio.wait_for(reader.readuntil(b"}}"), 60)
             assert f'"number": {number}'.encode() in answered
         writer.close()
 
@@ -152,7 +152,7 @@ async def test_a_client_that_goes_away_ends_its_call() -> None:
             f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 2\r\n\r\n{{}}"
         )
         writer.write(head.encode())
-        await asyncio.wait_for(began.wait(), 10)
+        await asyncio.wait_for(began.wait(), 60)
         writer.close()
         await until(ended.is_set)
 
@@ -177,7 +177,10 @@ def head(key: str, nbytes: int) -> bytes:
 
 async def rest(reader: asyncio.StreamReader) -> bytes:
     """Read until the end of the connection, which the server must close."""
-    return await asyncio.wait_for(reader.read(), 30)
+    try:
+        return await asyncio.wait_for(reader.read(), 30)
+    except ConnectionError:  # the server closed it before the test wrote
+        return b""
 
 
 async def test_a_stranger_is_refused_before_its_body_is_read() -> None:
@@ -268,7 +271,7 @@ async def test_a_key_may_come_in_the_header_of_either_api_and_errors_have_the_sh
         def blocking(path: str, headers: dict[str, str]) -> tuple[int, dict[str, Any]]:
             request = urllib.request.Request(server.base_url + path, None, headers)
             try:
-                with urllib.request.urlopen(request, timeout=10) as reply:
+                with urllib.request.urlopen(request, timeout=60) as reply:
                     return reply.status, json.load(reply)
             except urllib.error.HTTPError as error:
                 with error:

@@ -1,0 +1,10 @@
+"""The files with which a test permits the steps of vLLM's engine core."""
+
+import os
+import tempfile
+from pathlib import Path
+
+FOLDER = Path(os.environ.setdefault("STALEFLOW_TEST_PACE", f"{tempfile.gettempdir()}/staleflow-pace-{os.getpid()}"))
+"""While it exists, each step needs a permission. An engine core has the path from the environment of its test."""
+STEP = FOLDER / "step"
+"""The permission of one step."""
