@@ -27,10 +27,16 @@ Cli = Callable[..., Said]
 
 
 @pytest.fixture
+def fonts(cache: Path) -> None:
+    """Build matplotlib's list of fonts: a command that takes long over it says so on stderr."""
+    subprocess.run([sys.executable, "-c", "import matplotlib.font_manager"], check=True)
+
+
+@pytest.fixture
 def cli(short_dir: Path) -> Cli:
     """Run ``staleflow`` with these arguments."""
 
-    def run(*words: object, timeout_s: float = 60.0) -> Said:
+    def run(*words: object, timeout_s: float = 120.0) -> Said:
         command = [sys.executable, "-m", "staleflow.cli", *map(str, words)]
         done = subprocess.run(command, cwd=short_dir, capture_output=True, text=True, timeout=timeout_s, check=False)
         left = sorted(path.name for path in short_dir.iterdir())

@@ -33,7 +33,7 @@ def ended() -> Iterator[Path]:
     """A run directory; tests must not modify it."""
     folder = Path(tempfile.mkdtemp(prefix="sf-"))
     command = [sys.executable, "-m", "staleflow.cli", "run", str(SIMULATED), *SHORT, "--run-dir", str(folder / "run")]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     yield folder / "run"
     shutil.rmtree(folder)
 
@@ -166,6 +166,7 @@ def test_its_report_is_one_file_that_loads_nothing(cli: Cli, ended: Path, short_
     assert cli("report", short_dir).code == 2
 
 
+@pytest.mark.usefixtures("fonts")
 def test_its_timeline_is_a_page_and_a_picture(cli: Cli, ended: Path, short_dir: Path) -> None:
     said = cli("trace", "plot", ended, "--out", "lanes.html", "--out", "lanes.png")
     assert (said.code, said.err) == (0, "")

@@ -28,6 +28,7 @@ def test_the_stages_of_a_trace_lie_beside_it(tmp_path: Path, capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)[0] == {"stages": ["judge", "length"], "seconds": 1.0}
 
 
+@pytest.mark.usefixtures("fonts")
 def test_the_command_says_what_overlaps_and_draws_it(cli: Cli, tmp_path: Path) -> None:
     run_dir = left_behind(tmp_path)
     save(run_dir, PLAIN)

@@ -12,7 +12,8 @@ from staleflow.launch.placement import names_on, place_of
 from staleflow.supervisor import roles
 from staleflow.supervisor.elastic import Spares
 
-SIMULATED = "configs/simulated.toml"
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+SIMULATED = CONFIGS / "simulated.toml"
 MOST = "rollout.elastic.max_workers"
 
 
@@ -36,7 +37,7 @@ def test_further_workers_have_the_settings_of_the_last_pool() -> None:
 
 
 def test_a_launched_machine_has_room_for_its_part_of_the_maximum() -> None:
-    config = load("configs/cluster.toml", ["rollout.workers=2", f"{MOST}=6", "launch.rollout_nodes=2"])
+    config = load(CONFIGS / "cluster.toml", ["rollout.workers=2", f"{MOST}=6", "launch.rollout_nodes=2"])
     machines = [names_on(config, place_of(config, "rollout", 2, number)) for number in range(2)]
     engines = [[name for name in names if name.startswith("rollout")] for names in machines]
     assert engines == [["rollout-0", "rollout-1", "rollout-2"], ["rollout-3", "rollout-4", "rollout-5"]]
@@ -61,7 +62,7 @@ def test_limits_that_cannot_be_kept_are_refused(overrides: list[str], message: s
 
 def test_kubernetes_starts_a_fixed_number_of_pods() -> None:
     with pytest.raises(ConfigError, match="Kubernetes starts a fixed number of pods"):
-        kubernetes.check(load("configs/cluster.toml", [f"{MOST}=8", "launch.image=i"]))
+        kubernetes.check(load(CONFIGS / "cluster.toml", [f"{MOST}=8", "launch.image=i"]))
 
 
 def test_a_resume_may_change_the_number_of_workers_and_their_limits() -> None:

@@ -1,5 +1,7 @@
 """A resume may change the ranks and the backend of the trainer where the new ones can read the run's checkpoints."""
 
+from pathlib import Path
+
 import pytest
 
 from staleflow.configs import resumable
@@ -7,7 +9,7 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.load import load, resumed
 from staleflow.configs.schema import Config
 
-QUICKSTART = "configs/quickstart.toml"
+QUICKSTART = Path(__file__).parent.parent.parent / "configs" / "quickstart.toml"
 
 
 def run(*overrides: str) -> Config:

@@ -66,6 +66,7 @@ def test_a_relay_is_on_the_machines_that_the_configuration_says(
 
 def test_a_machine_that_is_told_its_words_has_the_relays_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     config = cluster("launch.relays=all", "launch.relay_mb_per_s=60", "rollout.workers=2")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # otherwise machine.main leaves it set
     told: list[Place] = []
 
     def roles_of(config: Config, folder: Path, connect: str, place: Place, meet: str) -> list[Role]:

@@ -13,6 +13,11 @@ from typing import Any
 
 import psutil
 
+from staleflow.clients.admin import Admin
+from staleflow.configs.loading.load import addresses, read_run
+from staleflow.net.permissions import Role
+from staleflow.net.security import client_sockets
+
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = ROOT / "configs"
 AUDITOR = ROOT.parent / "shared" / "check_trace.py"
@@ -106,6 +111,27 @@ class Run:
             assert time.monotonic() < deadline, f"{count} {ev} {fields} did not come in {timeout_s} s: {self.tally()}"
             time.sleep(0.05)
 
+    def wait_for_second(self, name: str) -> None:
+        """Wait until a second process of this name has attached."""
+        deadline = time.monotonic() + END_S
+        while len({e["worker"] for e in self.events() if e["ev"] == "attach" and name_of(e["worker"]) == name}) < 2:
+            assert self.process.poll() is None, f"ended early with {self.process.returncode}: {self.finish(5)}"
+            assert time.monotonic() < deadline, f"{name} attached no second time: {self.tally()}"
+            time.sleep(0.05)
+
+    def drain(self, *guests: "subprocess.Popen[Any]") -> list[int]:
+        """End the run as ``staleflow drain`` does; return the exit codes of the workers that were attached by hand.
+
+        The supervisor is stopped until they have exited: it ends the scheduler, which a slow one still needs.
+        """
+        if guests:
+            self.process.send_signal(signal.SIGSTOP)
+        drain(self.run_dir)
+        codes = [guest.wait(END_S) for guest in guests]
+        if guests:
+            self.process.send_signal(signal.SIGCONT)
+        return codes
+
     def tally(self) -> Counter[str]:
         return Counter(e["ev"] for e in self.events())
 
@@ -117,6 +143,19 @@ class Run:
     def summary(self) -> dict[str, Any]:
         summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
         return summary
+
+
+def drain(run_dir: Path) -> None:
+    """Drain a run, without the short time limit of the command line."""
+    config = read_run(run_dir)
+    sockets = client_sockets(config.security, Role.ADMIN)
+    with Admin(addresses(config, run_dir).scheduler, "drain", transport=sockets) as admin:
+        admin.drain("the test has seen enough", timeout_s=END_S)
+
+
+def name_of(worker: object) -> str:
+    """Name of a worker, without the number of its process."""
+    return str(worker).partition(".")[0]
 
 
 def audited(run_dir: Path, *need: str) -> dict[str, Any]:

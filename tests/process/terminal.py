@@ -109,6 +109,13 @@ class Terminal:
             self.read(0)
         return self.text
 
+    def until_gone(self, words: str, timeout_s: float = 300.0) -> None:
+        """Wait until the screen does not contain these words any more."""
+        deadline = time.monotonic() + timeout_s
+        while words in self.text:
+            assert time.monotonic() < deadline, f"{words!r} stays:\n{self.text}"
+            self.read(0.05)
+
     def until_written(self, what: bytes, times: int, timeout_s: float = 300.0) -> None:
         """Wait until the command has written these bytes ``times`` times."""
         deadline = time.monotonic() + timeout_s

@@ -39,7 +39,7 @@ async def main(stop):
 IGNORES = """
 async def main(stop):
     ready()
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 """
 
 ECHO = """
@@ -63,8 +63,9 @@ def start(short_dir: Path) -> Iterator[Start]:
         command = [sys.executable, "-W", "error", "-c", PROGRAM.replace("{main}", main), str(short_dir)]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         processes.append(process)
-        deadline = time.monotonic() + 20
-        while not (short_dir / "ready").exists() and process.poll() is None and time.monotonic() < deadline:
+        deadline = time.monotonic() + 120
+        while not (short_dir / "ready").exists() and process.poll() is None:
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         return process
 
@@ -82,7 +83,7 @@ def log_of(run_dir: Path) -> str:
 def test_a_signal_drains_and_ends_with_0(start: Start, short_dir: Path, number: signal.Signals) -> None:
     process = start(WAITS)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 0
     assert f"drains because of {number.name}" in errors
     assert errors == log_of(short_dir)
@@ -94,13 +95,13 @@ def test_a_second_signal_leaves_at_once(start: Start, short_dir: Path) -> None:
     while "stopping" not in log_of(short_dir):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(5) == 128 + signal.SIGTERM
+    assert process.wait(120) == 128 + signal.SIGTERM
     assert "exiting immediately" in log_of(short_dir)
 
 
 def test_an_exception_ends_with_1_and_is_in_the_log(start: Start, short_dir: Path) -> None:
     process = start("async def main(stop):\n    raise ValueError('no such thing')")
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "ValueError: no such thing" in errors
     assert "Traceback" in log_of(short_dir)
@@ -111,17 +112,17 @@ def test_an_exception_in_a_callback_ends_the_process_too(start: Start, short_dir
 async def main(stop):
     def fail(): raise ValueError("no such thing")
     asyncio.get_running_loop().call_soon(fail)
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 """
     process = start(main)
-    process.communicate(timeout=10)
+    process.communicate(timeout=120)
     assert process.returncode == 1
     assert "ValueError: no such thing" in log_of(short_dir)
 
 
 def test_the_operators_error_is_one_line_and_2(start: Start) -> None:
     process = start("async def main(stop):\n    raise ConfigError('bind', 'tcp://*:1', 'it must be loopback')")
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert errors == 'staleflow scheduler: bind is "tcp://*:1"; it must be loopback\n'
 
@@ -129,7 +130,7 @@ def test_the_operators_error_is_one_line_and_2(start: Start) -> None:
 def test_a_run_directory_that_cannot_be_written_is_the_operators_error(start: Start, short_dir: Path) -> None:
     (short_dir / "logs").write_text("in the way")
     process = start(WAITS)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert errors.startswith(f"staleflow scheduler: run directory is {short_dir}; ")
     assert errors.count("\n") == 1
@@ -137,7 +138,7 @@ def test_a_run_directory_that_cannot_be_written_is_the_operators_error(start: St
 
 def test_a_log_is_continued_by_the_next_process(start: Start, short_dir: Path) -> None:
     for _ in range(2):
-        start("async def main(stop):\n    log.info('here')").communicate(timeout=10)
+        start("async def main(stop):\n    log.info('here')").communicate(timeout=120)
     assert log_of(short_dir).count("scheduler INFO test: here") == 2
 
 
@@ -161,4 +162,4 @@ def test_a_server_killed_in_the_middle_of_a_call_answers_after_its_restart(start
     finally:
         client.close()
     restarted[0].terminate()
-    assert restarted[0].wait(5) == 0
+    assert restarted[0].wait(120) == 0

@@ -1,7 +1,6 @@
 """A drained run ends like a run that has trained every step, and continues when it is resumed."""
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
@@ -9,10 +8,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 import staleflow
-from staleflow.configs.loading.load import load, read_run, write_resolved
+from staleflow.clients.admin import Admin
+from staleflow.configs.loading.load import addresses, load, read_run, write_resolved
+from staleflow.monitor.sources import phase_of
 from staleflow.net.errors import Unavailable
 from tests.process.running import CONFIGS, END_S, Run, audited
 
@@ -34,7 +36,7 @@ def test_a_drained_run_ends_cleanly_and_continues_when_it_is_resumed(run_dir: Pa
         assert (asked.returncode, asked.stderr) == (0, "")
         assert asked.stdout.endswith(": draining; staleflow status --why shows what is left\n")
         output = run.finish(END_S)
-        assert not any(process.is_running() for process in family)
+        assert psutil.wait_procs(family, timeout=120)[1] == []
     assert run.process.returncode == 0, output
     summary = run.summary()
     steps = summary["steps"]
@@ -117,7 +119,7 @@ class ByHand:
         deadline = time.monotonic() + END_S
         while True:
             with contextlib.suppress(staleflow.ConfigError, Unavailable):
-                return staleflow.connect(self.run_dir)
+                return staleflow.connect(self.run_dir, timeout_s=120)
             assert time.monotonic() < deadline
             time.sleep(0.1)
 
@@ -159,8 +161,9 @@ def test_a_drained_run_whose_processes_were_started_by_hand_ends_too(by_hand: By
     by_hand.start("attach", "rollout")
     assert by_hand.ended("rollout") == {"rollout": 0}
     assert b"the run is over" in (run_dir / "rollout.txt").read_bytes()
-    said = json.loads(cli("status", run_dir, "--json").stdout)
-    assert (said["phase"], said["drained"], said["closed"], said["version"]) == ("drained", "night", True, at)
+    with Admin(addresses(read_run(run_dir), run_dir).scheduler) as admin:
+        said = admin.status(120)
+    assert (phase_of(said), said.drained, said.closed, said.version) == ("drained", "night", True, at)
     for role in ("scheduler", "trajectories", "parameters"):
         by_hand.processes[role].send_signal(signal.SIGTERM)
     assert set(by_hand.ended("scheduler", "trajectories", "parameters").values()) == {0}

@@ -36,7 +36,7 @@ def test_a_run_whose_processes_were_all_killed_is_reported_as_dead_with_the_comm
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):  # it exits by itself once its supervisor is gone
                 process.kill()
-        psutil.wait_procs(family, timeout=20)
+        psutil.wait_procs(family, timeout=120)
     steps = [event["version"] for event in run.events() if event["ev"] == "publish"][-1]
     died = f"the run died at step {steps} of 400; resume with: staleflow run --run-dir {run_dir} --resume"
     said = cli("status", run_dir)
@@ -50,7 +50,7 @@ def test_a_run_whose_processes_were_all_killed_is_reported_as_dead_with_the_comm
 def test_a_worker_from_python_is_in_the_run_or_raises_with_the_reason(run_dir: Path) -> None:
     with Run(run_dir, "simulated.toml", *LONGER) as run:
         run.wait_for("consume", 1, END_S)
-        with staleflow.connect(run_dir) as connected:
+        with staleflow.connect(run_dir, timeout_s=120) as connected:
             with connected.attach("rollout") as helper:
                 rows: list[dict[str, Any]] = connected.status()["workers"]
                 (name,) = [row["name"] for row in rows if row["pid"] == helper.pid]

@@ -1,5 +1,6 @@
 """``staleflow launch --on ssh`` with a local shell instead of ssh: machines start, keep and end their own processes."""
 
+import contextlib
 import json
 import os
 import random
@@ -8,14 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from staleflow.trace.audit.report import audit
-from tests.process.running import END_S
+from tests.process.running import END_S, drain, name_of
 
 CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
 HERE = json.dumps(["sh", "-c", 'exec sh -c "$1"'])
@@ -37,9 +38,25 @@ def free_ports(count: int) -> int:
 @pytest.fixture
 def home(short_dir: Path) -> Iterator[Path]:
     yield short_dir
-    for process in psutil.process_iter(["cmdline"]):
-        if str(short_dir) in " ".join(process.info["cmdline"] or ()):
+    left = processes(short_dir)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    psutil.wait_procs(left, timeout=120)
+
+
+def processes(home: Path) -> list[psutil.Process]:
+    """Processes of this machine that have the folder in their command line."""
+    return [p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or ())]
+
+
+def until(condition: Callable[[], object], running: "subprocess.Popen[str] | None" = None) -> None:
+    """Wait for the condition while the command runs."""
+    deadline = time.monotonic() + END_S
+    while not condition():
+        assert running is None or running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def started(home: Path, *overrides: str) -> "subprocess.Popen[str]":
@@ -57,25 +74,24 @@ def started(home: Path, *overrides: str) -> "subprocess.Popen[str]":
 
 
 def test_what_dies_on_a_machine_is_started_there_again_and_everything_ends_with_the_run(home: Path) -> None:
-    running = started(home, "trainer.steps=120", "scheduler.lease_s=2")
-    victims: dict[str, psutil.Process] = {}
-    deadline = time.monotonic() + END_S
-    while len(victims) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-        pushed = home / "run" / "trace.jsonl"
-        if not pushed.exists() or b'"ev":"push"' not in pushed.read_bytes():
-            continue
-        for process in psutil.process_iter(["cmdline"]):
-            victims |= {name: process for name in ("rollout-3", "relay-1") if name in (process.info["cmdline"] or ())}
-    assert len(victims) == 2
+    running = started(home, "trainer.steps=100000", "scheduler.lease_s=2")
+    trace, logged = home / "run" / "trace.jsonl", home / "run" / "logs" / "rollout-machine-1.out"
+
+    def pushed() -> bool:
+        lines = trace.read_bytes().split(b"\n")[:-1] if trace.exists() else []
+        return any(e["ev"] == "push" and name_of(e["worker"]) == "rollout-3" for e in map(json.loads, lines))
+
+    until(pushed, running)
+    words = ("rollout-3", "relay-1")
+    victims = {word: p for p in processes(home) for word in words if word in p.info["cmdline"]}
+    assert victims.keys() == set(words)
     for victim in victims.values():
         victim.send_signal(signal.SIGKILL)
+    until(lambda: all(f"{word} restarted (restart 1)" in logged.read_text() for word in words), running)
+    drain(home / "run")
     said, _ = running.communicate(timeout=END_S)
     summary = json.loads(said)
-    assert (running.returncode, summary["outcome"], summary["steps"]) == (0, "finished", 120)
-    told = (home / "run" / "logs" / "rollout-machine-1.out").read_text()
-    assert "rollout-3 died with -9" in told
-    assert "rollout-3 restarted (restart 1)" in told
-    assert "relay-1 restarted (restart 1)" in told
-    assert audit(home / "run" / "trace.jsonl").num_violations == 0
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or ())]
+    assert (running.returncode, summary["outcome"]) == (0, "drained")
+    assert "rollout-3 died with -9" in logged.read_text()
+    assert audit(trace).num_violations == 0
+    until(lambda: not processes(home))

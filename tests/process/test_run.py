@@ -1,5 +1,6 @@
 """A whole run survives the death of any of its processes. Each test starts the real ``staleflow run``."""
 
+import contextlib
 import json
 import signal
 import time
@@ -12,7 +13,8 @@ from tests.process.running import END_S, Run, audited
 
 pytestmark = pytest.mark.xdist_group("machine")
 
-LONGER = ("trainer.steps=40", "trainer.checkpoint_every=5", "scheduler.lease_s=3.0")
+LONGER = ("trainer.steps=100000", "trainer.checkpoint_every=5", "scheduler.lease_s=3.0")
+"""A run that the test ends: a stalled test would find a shorter one finished."""
 UNUSED = "/site-packages/scipy/"
 """Libraries of a package that is installed in every environment of these tests, and that no process of a run needs."""
 
@@ -28,12 +30,22 @@ def leases(run: Run, name: str) -> int:
     return len(reserved)
 
 
+def lost_groups(run: Run) -> list[int]:
+    """Groups whose worker has not pushed them, in the order of their release."""
+    return [e["group"] for e in run.events() if e["ev"] == "release" and e["why"] in ("expired", "aborted")]
+
+
+def pushed(run: Run) -> set[int]:
+    return {e["group"] for e in run.events() if e["ev"] == "push"}
+
+
 def test_the_smoke_run_trains_a_model_end_to_end(run_dir: Path) -> None:
     with Run(run_dir, "smoke.toml") as run:
         run.wait_for("consume", 2, END_S)
-        unused = {
-            Path(one.path).parts[-2] for process in run.family() for one in process.memory_maps() if UNUSED in one.path
-        }
+        unused = set[str]()
+        for process in run.family():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended meanwhile
+                unused |= {Path(one.path).parts[-2] for one in process.memory_maps() if UNUSED in one.path}
         output = run.finish(END_S)
     assert run.process.returncode == 0, output
     assert unused == set(), "transformers imports these packages for other users than staleflow"
@@ -59,19 +71,26 @@ def test_a_killed_rollout_worker_costs_no_group(run_dir: Path) -> None:
     # fill admission, so that the worker soon has groups again
     with Run(run_dir, "simulated.toml", *LONGER, "coordination.admission=fill") as run:
         run.wait_for("consume", 5, END_S)
-        before = run.count("release", why="expired") + run.count("release", why="aborted")
+        before = len(lost_groups(run))
         deadline = time.monotonic() + END_S
+        victim = run.role("attach", "rollout", "rollout-0")[0]
+        victim.suspend()  # it pushes nothing between the look and the kill
         while not leases(run, "rollout-0"):  # on a loaded machine the trainer is slower than the engines
+            victim.resume()
+            assert run.process.poll() is None, run.finish(5)
             assert time.monotonic() < deadline
             time.sleep(0.02)
+            victim.suspend()
         run.kill("attach", "rollout", "rollout-0")
+        run.wait_for_second("rollout-0")
+        while not (lost := lost_groups(run)[before : before + 3]) or not set(lost) <= pushed(run):
+            assert run.process.poll() is None, run.finish(5)
+            assert time.monotonic() < deadline, f"a lost group was not generated again: {lost}"
+            time.sleep(0.05)
+        run.drain()
         output = run.finish(END_S)
     assert run.process.returncode == 0, output
-    audited(run_dir, "consume=40")
-    released = [e for e in run.events() if e["ev"] == "release" and e["why"] in ("expired", "aborted")]
-    assert len(released) > before
-    again = {e["group"] for e in run.events() if e["ev"] == "push"}
-    assert {e["group"] for e in released[before : before + 3]} <= again, "a lost group was not generated again"
+    audited(run_dir, f"consume={run.summary()['steps']}")
     assert run.summary()["restarts"] == {"rollout-0": 1}
 
 
@@ -82,17 +101,23 @@ def test_a_killed_server_comes_back_and_the_run_ends_normally(run_dir: Path, ser
     with Run(run_dir, "simulated.toml", *LONGER) as run:
         run.wait_for("consume", 5, END_S)
         run.kill("serve", server)
+        run.wait_for("consume", run.count("consume") + 10, END_S)  # more steps than were under way
+        run.drain()
         output = run.finish(END_S)
     assert run.process.returncode == 0, output
-    audited(run_dir, "consume=40")
+    audited(run_dir, f"consume={run.summary()['steps']}")
+    assert list(run.summary()["restarts"].values()) == [1]
     assert run.count("open") == (2 if server == "scheduler" else 1)
 
 
 def test_a_killed_trainer_gets_the_batch_of_its_checkpoint_again(run_dir: Path) -> None:
-    one = ("trainer.checkpoint_every=20", "trainer.simulated_step_s=0.3")  # no checkpoint is new when the kill comes
+    one = ("trainer.checkpoint_every=1000", "trainer.simulated_step_s=0.3")  # no checkpoint is new when the kill comes
     with Run(run_dir, "simulated.toml", *LONGER, *one) as run:
-        run.wait_for("consume", 22, END_S)
+        run.wait_for("consume", 5, END_S)
         run.kill("attach", "train")
+        run.wait_for("join", 2, END_S)
+        run.wait_for("consume", run.count("consume") + 2, END_S)
+        run.drain()
         output = run.finish(END_S)
     assert run.process.returncode == 0, output
     audited(run_dir, "rollback=1", "join=2")
@@ -101,30 +126,28 @@ def test_a_killed_trainer_gets_the_batch_of_its_checkpoint_again(run_dir: Path) 
     again = next(e for e in events[rollback:] if e["ev"] == "seal")
     first = next(e for e in events if e["ev"] == "seal" and e["step"] == again["step"])
     assert (again["members"], again["digest"]) == (first["members"], first["digest"])
-    assert run.summary()["steps"] == 40
+    last = next(e for e in reversed(events) if e["ev"] == "consume")
+    assert run.summary()["steps"] == last["step"] + 1
 
 
 def test_ctrl_c_leaves_no_process_and_resume_goes_on(run_dir: Path) -> None:
     with Run(run_dir, "simulated.toml", *LONGER) as run:
         run.wait_for("consume", 5, END_S)
         family = run.family()
-        asked = time.monotonic()
         run.process.send_signal(signal.SIGINT)
-        output = run.finish(15)
-        assert time.monotonic() - asked < 10
+        output = run.finish(120)
     assert run.process.returncode == 130, output
-    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
-    done = run.count("consume")
-    with Run(run_dir, "simulated.toml", *LONGER, "--resume") as run:
+    assert psutil.wait_procs(family, timeout=120)[1] == []
+    steps = run.summary()["steps"] + 9
+    with Run(run_dir, "simulated.toml", *LONGER, f"trainer.steps={steps}", "--resume") as run:
         output = run.finish(END_S)
     assert run.process.returncode == 0, output
-    assert done < 40
-    assert run.summary()["steps"] == 40
-    audited(run_dir, "open=2", "consume=40")
+    assert run.summary()["steps"] == steps
+    audited(run_dir, "open=2", f"consume={steps}")
 
 
 def test_ctrl_c_while_it_starts_leaves_no_process(run_dir: Path) -> None:
-    with Run(run_dir, "simulated.toml") as run:
+    with Run(run_dir, "simulated.toml", *LONGER) as run:
         deadline = time.monotonic() + END_S
         while not run.family():
             assert time.monotonic() < deadline

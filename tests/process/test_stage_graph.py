@@ -19,7 +19,8 @@ STEPS = 6
 def stage(me: str, other: str, folder: Path) -> str:
     """One of two stages that wait briefly for each other to get the same prompt; sequential stages would never meet."""
     options = f"{{me='{me}', other='{other}', folder='{folder}'}}"
-    return f"{{name='{me}', run='{USERS}:meets', options={options}, makes=['score'], batch=1, timeout_s=60, retries=0}}"
+    once = f"batch=1, timeout_s={END_S}, retries=0"
+    return f"{{name='{me}', run='{USERS}:meets', options={options}, makes=['score'], {once}}}"
 
 
 def test_stages_that_need_nothing_of_each_other_work_at_the_same_time_and_survive_a_death(
@@ -29,9 +30,12 @@ def test_stages_that_need_nothing_of_each_other_work_at_the_same_time_and_surviv
         *(f"stage=[{stage('left', 'right', tmp_path)}, {stage('right', 'left', tmp_path)}]", "rollout.workers=1"),
         *(f"reward.run={USERS}:spread", "reward.needs=['left/score']", f"trainer.steps={STEPS}"),
     )
+    hold = tmp_path / "hold"
+    hold.touch()  # otherwise every group may have passed the stage before it is killed
     with Run(run_dir, "simulated.toml", *overrides) as run:
         run.wait_for("consume", 1, END_S)
         run.kill("attach", "right-0")
+        hold.unlink()
         output = run.finish(END_S)
     assert run.process.returncode == 0, output
     summary = run.summary()

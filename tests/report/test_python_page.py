@@ -1,7 +1,6 @@
 """The code of docs/python.md runs as printed, in the order of the page, while an event loop is running."""
 
 import asyncio
-import os
 import re
 import shutil
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import staleflow
+from staleflow import api
 from staleflow.configs.loading.load import write_resolved
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,24 +29,22 @@ SMALL = ("model.options.steps=1", "rollout.filter=none", "trainer.batch_size=2")
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder that a reader of the page works in: beside ``configs``, with a run in progress in ``runs/live`` and a
     run without its trainer in ``runs/own``."""
     path = Path(tempfile.mkdtemp(prefix="sf-"))
     (path / "configs").symlink_to(ROOT / "configs")
-    before = Path.cwd()
-    os.chdir(path)
+    monkeypatch.chdir(path)
     own = staleflow.load("configs/smoke.toml", SMALL)
     write_resolved(own, path / "runs" / "own")
     live = ("run", "configs/simulated.toml", "trainer.steps=100000", "--run-dir", "runs/live", "--plain")
     processes = [started(*live), *(started(*words.split(), "--run-dir", "runs/own") for words in OWN)]
     yield path
-    os.chdir(before)
     for process in processes:
         process.send_signal(signal.SIGINT)
     for process in processes:
-        process.wait(30)
-    shutil.rmtree(path)
+        process.wait(120)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def started(*words: str) -> "subprocess.Popen[bytes]":
@@ -63,10 +61,10 @@ def answers(path: Path) -> bool:
 
 
 @pytest.mark.slow
-async def test_every_block_of_the_page_runs(folder: Path) -> None:
+async def test_every_block_of_the_page_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.get_running_loop().is_running()
     namespace: dict[str, object] = {}
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + 600
     for run in ("live", "own"):
         while not (answers(folder / "runs" / run) and (run == "live" or (folder / "runs/own/model").is_dir())):
             assert time.monotonic() < deadline
@@ -79,15 +77,14 @@ async def test_every_block_of_the_page_runs(folder: Path) -> None:
     trace = staleflow.Trace.open(folder / "runs" / "own")
     assert trace.check().ok
     assert [event["step"] for event in trace if event["ev"] == "consume"] == [0, 1, 2, 3]
+    monkeypatch.delattr(api, "Admin")  # no server is asked any more
     check_words_about_what_has_ended(folder, trace)
 
 
 def check_words_about_what_has_ended(folder: Path, trace: staleflow.Trace) -> None:
     first = folder / "runs" / "first"
-    began = time.monotonic()
     with pytest.raises(staleflow.ConfigError, match=r"the run has ended \(finished, 4 of 4 steps\)"):
         staleflow.connect(first)
-    assert time.monotonic() - began < 4.0, "it waited for an answer"
     with pytest.raises(staleflow.ConfigError, match=r"run_dir is .* add resume=True .* or choose a new run_dir$"):
         staleflow.run("configs/simulated.toml", run_dir=first)
     lines = sum(1 for _ in trace)

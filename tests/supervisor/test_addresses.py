@@ -13,11 +13,13 @@ from staleflow.supervisor.addresses import binds, check_free, in_use, may_answer
 SIMULATED = Path(__file__).parent.parent.parent / "configs" / "simulated.toml"
 
 
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+def listening(port: int) -> socket.socket:
+    return socket.create_server(("127.0.0.1", port))  # with SO_REUSEADDR, which a reserved port needs
+
+
+def test_a_port_in_use_is_named(tmp_path: Path, ports: list[int]) -> None:
+    address = f"tcp://127.0.0.1:{ports[0]}"
+    with listening(ports[0]):
         assert in_use(address)
         with pytest.raises(ConfigError, match=rf'parameters\.bind is "{address}"; it is in use'):
             check_free(load(SIMULATED, [f"parameters.bind={address}"]), tmp_path)
@@ -49,14 +51,14 @@ def test_a_socket_is_in_use_while_somebody_listens(short_dir: Path) -> None:
     assert not in_use(address)
 
 
-def test_who_is_on_another_machine_must_be_asked_and_who_is_not_here_need_not(short_dir: Path) -> None:
+def test_who_is_on_another_machine_must_be_asked_and_who_is_not_here_need_not(
+    short_dir: Path, ports: list[int]
+) -> None:
     elsewhere = "tcp://198.51.100.1:5551"  # an address reserved for documentation: no machine has it
     assert (in_use(elsewhere), may_answer(elsewhere)) == (False, True)
     assert may_answer("tcp://a-host-that-is.invalid:5551")
     assert not may_answer(addresses(load(SIMULATED), short_dir).scheduler)
-    with socket.socket() as here:
-        here.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{here.getsockname()[1]}"
-        here.listen()
+    address = f"tcp://127.0.0.1:{ports[0]}"
+    with listening(ports[0]):
         assert may_answer(address)
     assert not may_answer(address)

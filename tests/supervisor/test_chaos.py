@@ -103,7 +103,7 @@ def caused(monkeypatch: pytest.MonkeyPatch, processes: dict[str, Process], kinds
         return [Victim(name, cast("Any", one)) for name, one in processes.items() if not one.ended and looks <= LOOKS]
 
     monkeypatch.setattr(chaos, "victims", there)
-    for name, seconds in (("NO_VICTIM_TIMEOUT_S", 2.0), ("NO_FAULT_TIMEOUT_S", 0.05), ("POLL_INTERVAL_S", 0.001)):
+    for name, seconds in (("NO_VICTIM_TIMEOUT_S", 120.0), ("NO_FAULT_TIMEOUT_S", 0.05), ("POLL_INTERVAL_S", 0.001)):
         monkeypatch.setattr(chaos, name, seconds)
     Chaos(RUN, kinds=kinds, only=(), every_s=0.001, stop_s=0.001, seed=0, report=told.append).run(6)
     return told

@@ -44,10 +44,19 @@ def hangs(group: Group) -> dict[str, Any]:
     return {}
 
 
+def held(seen: Path, me: str) -> bool:
+    return len([*seen.glob(f"{me}-*")]) > 16 and (seen / "hold").exists()
+
+
 async def meets(group: Group, *, me: str, other: str, folder: str) -> dict[str, Any]:
-    """Wait a moment until the other stage is in its call on a group of the same prompt; record whether it was."""
+    """Wait a moment until the other stage is in its call on a group of the same prompt; record whether it was.
+
+    After the first groups, it waits while the file ``hold`` is in the folder.
+    """
     seen = Path(folder)
     (seen / f"{me}-{group.prompt}").touch()
+    while held(seen, me):  # noqa: ASYNC110 another process removes the file
+        await asyncio.sleep(0.02)
     for _ in range(200):
         if (seen / f"{other}-{group.prompt}").exists():
             (seen / f"{me}_met-{group.prompt}").touch()

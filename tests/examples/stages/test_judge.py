@@ -30,6 +30,10 @@ class Endpoint:
         self.asked: list[dict[str, Any]] = []
         self.keys: set[str] = set()
         self.under_way = self.most = 0
+        self.together = asyncio.Event()
+        """Set once two requests are under way."""
+        self.waits = False
+        """Whether replies wait for it."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -42,9 +46,14 @@ class Endpoint:
         self.keys.add(headers["authorization"])
         self.under_way += 1
         self.most = max(self.most, self.under_way)
+        if self.under_way > 1:
+            self.together.set()
         try:
             reply = self._answer(body)
-            await asyncio.sleep(3600 if reply is None else 0.1)
+            if self.waits:
+                await self.together.wait()
+            if reply is None:
+                await asyncio.sleep(3600)
             assert reply is not None
             await self._say(writer, body, reply)
         finally:
@@ -84,7 +93,7 @@ async def judged(url: str, *numbers: int, **options: Any) -> list[StageOutcome]:
         run="staleflow.examples.stages.judge:judge",
         makes=["score"],
         retries=0,
-        timeout_s=30.0,
+        timeout_s=120.0,
         options={"base_url": url, "model": "m", "key_variable": KEY_VARIABLE, **options},
     )
     node = Node(name="judge", key="", needs=(), makes=("stage/judge/score",))
@@ -106,6 +115,7 @@ async def test_every_completion_is_asked_for_once_side_by_side_in_the_chat_forma
         return 200, f"Score: {len(body['messages'][0]['content'].rpartition('Answer:')[2].split())}"
 
     async with serving(answer) as (endpoint, url):
+        endpoint.waits = True
         made = await judged(url, 1, 2, 3, best=20.0)
     assert [scores(one) for one in made] == [[0.2, 0.3]] * 3  # 4 and 6 tokens, divided by 20
     assert (len(endpoint.asked), endpoint.keys) == (6, {"Bearer a-secret"})
@@ -141,9 +151,10 @@ async def test_a_reply_that_was_cut_off_is_no_score() -> None:
     )
 
 
+@pytest.mark.slow
 async def test_an_endpoint_that_hangs_or_says_no_score_fails_the_group_with_the_reason() -> None:
     async with serving(lambda body: None) as (endpoint, url):
-        (made,) = await judged(url, 1, timeout_s=1.0, retries=1, question="{prompt}")
+        (made,) = await judged(url, 1, timeout_s=10.0, retries=1, question="{prompt}")
     assert isinstance(made, Failed)
     assert "the stage judge raised" in made.why
     assert len(endpoint.asked) == 4  # the time limit applies per call, and calls are retried
