@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,20 @@ def test_the_oldest_models_are_deleted(tmp_path: Path) -> None:
     assert BUILT[-1] == 0
     build(tmp_path / "last", MAX_MODELS + 1)
     assert len(BUILT) == MAX_MODELS + 3
+
+
+def test_no_reader_sees_a_model_that_is_half_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlink, seen = os.unlink, list[int]()
+
+    def unlinks(*words: Any, **more: Any) -> None:
+        seen.append(len([path for path in folder().iterdir() if path.name[0] != "."]))
+        unlink(*words, **more)
+
+    build(tmp_path / "a", 0)
+    monkeypatch.setattr(built_models, "MAX_MODELS", 1)
+    monkeypatch.setattr(os, "unlink", unlinks)
+    build(tmp_path / "b", 1)
+    assert seen == [1], "the only file of the older model goes once the model has no name"
 
 
 def test_large_models_are_deleted_before_there_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

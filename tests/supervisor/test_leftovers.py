@@ -28,6 +28,7 @@ def test_only_the_remains_of_the_dead_are_removed(tmp_path: Path, of: str, state
     folder.mkdir(parents=True)
     path = memory_folder.create(folder)
     (path / "0-0.bin").write_bytes(b"w")
+    (tmp_path / ".lock").write_text("of another program\n")  # beside the run directory, as pytest has one
     lock = tmp_path / "run" / ".lock"
     if state == "died":
         lock.write_text("1\n")
@@ -52,8 +53,8 @@ def test_only_the_remains_of_the_dead_are_removed(tmp_path: Path, of: str, state
 
 def test_a_folder_in_use_stays_although_its_disk_folder_is_not_visible(tmp_path: Path) -> None:
     """The server runs in another container, with the same /dev/shm."""
-    folder = tmp_path / "parameters"
-    folder.mkdir()
+    folder = tmp_path / "run" / "parameters"
+    folder.mkdir(parents=True)
     lock = memory_folder.lock(path := memory_folder.create(folder))
     folder.rmdir()
     try:

@@ -118,10 +118,12 @@ def test_whoever_looks_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.Monk
     run = make(tmp_path / "run")
     with (run / ".lock").open() as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
+        attempts = iter(range(5))
 
         def looked(seconds: float) -> None:
-            """The other process has looked before the second attempt."""
-            fcntl.flock(looking, fcntl.LOCK_UN)
+            """The other process waits for a processor meanwhile, and has looked before the sixth attempt."""
+            if next(attempts) == 4:
+                fcntl.flock(looking, fcntl.LOCK_UN)
 
         monkeypatch.setattr(time, "sleep", looked)
         with rundir.claim(config(), run, resume=True):

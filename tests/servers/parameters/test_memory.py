@@ -18,6 +18,7 @@ from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, W
 from staleflow.protocols.wire.manifest import digest, lay_out
 from staleflow.servers.parameters.memory import Memory, open_memory
 from staleflow.servers.parameters.versions import About, NoRoom, Stored, VersionKey, Versions
+from staleflow.supervisor.leftovers import sweep
 from tests.servers.parameters.test_service import files, versions
 from tests.servers.running import WEIGHTS, Run
 from tests.servers.test_after_the_end import closed
@@ -29,7 +30,8 @@ MEMORY = Parameters(store="memory")
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A folder on disk, whose folder in memory is removed at the end."""
-    folder = tmp_path / "parameters"
+    folder = tmp_path / "run" / "parameters"
+    folder.parent.mkdir()
     yield folder
     if folder in OPEN:
         OPEN.pop(folder).close()
@@ -95,6 +97,22 @@ def test_versions_lie_in_a_private_folder_and_survive_a_restart(disk: Path) -> N
     OPEN.pop(disk).close()
     memory_folder.remove(disk)
     assert not path.parent.exists()
+
+
+def test_a_run_that_starts_meanwhile_sweeps_no_memory_that_is_being_opened(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = memory_folder.create
+
+    def swept(folder: Path) -> Path:
+        path = create(folder)
+        sweep()
+        return path
+
+    monkeypatch.setattr(memory_folder, "create", swept)
+    memory = open_memory(disk, MEMORY)
+    assert memory is not None
+    memory.close()
 
 
 def test_a_folder_that_another_process_uses_is_neither_used_nor_cleared(disk: Path) -> None:
