@@ -8,7 +8,7 @@ BENCHES := ledger decisions control_plane curve rollout_engine monitor trajector
 # The S3 server of the tests is moto. It comes without its dependencies, since botocore asks for python-dateutil below 3.
 S3_SERVER_NEEDS := flask flask-cors cryptography jmespath responses xmltodict
 
-.PHONY: help run test test-backends test-long test-vllm format lint type mypy pyright unit bench proof soak faults fuzz flat reference docs release image clean
+.PHONY: help run test test-backends test-long test-search test-vllm format lint type mypy pyright unit bench proof soak faults fuzz flat reference docs release image clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -57,7 +57,7 @@ mypy pyright: .venv/.installed
 	$(BIN)/$@
 
 # Tests start hundreds of processes. Without files of bytecode, each of them compiles for 0.3 s.
-unit test-backends test-long test-vllm: export PYTHONDONTWRITEBYTECODE =
+unit test-backends test-long test-search test-vllm: export PYTHONDONTWRITEBYTECODE =
 
 unit: .venv/.installed ## unit, property, simulation, process and wheel tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadgroup -m "not long" tests
@@ -76,6 +76,9 @@ test-long: .venv/.installed ## long: every test that make test leaves out
 		--editable '.[train,lora,parquet,dev]'
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
+
+test-search: .venv/.installed ## new examples for every property test; make test takes the same ones each time
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m hypothesis --hypothesis-profile search tests
 
 test-vllm: .venv-vllm/.installed ## the tests that need vLLM, in an environment of their own
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest -n 0 tests/clients/rollout/engines/vllm/test_model.py \

@@ -1,5 +1,5 @@
 """Async tests run on the event loop that the product uses. Property tests have no deadline and the same examples in
-every run; ``pytest --hypothesis-profile search`` looks for new ones."""
+every run; ``make test-search`` tries new ones."""
 
 import asyncio
 import contextlib
