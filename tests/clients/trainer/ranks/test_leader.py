@@ -89,6 +89,8 @@ class Recorded:
         self.stops = self.full = False
         self.released = threading.Event()
         """Set once ``begin_save`` may write."""
+        self.trained = threading.Event()
+        """Set by the first ``train``."""
 
     def check(self, directory: Path) -> None:
         self.calls.append(("check", directory.name))
@@ -124,6 +126,7 @@ class Recorded:
 
     def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
         self.calls.append(("train", int(step), int(batch.batch)))
+        self.trained.set()
         if self.stops:
             raise Stopped
         return StepResult(values={"loss": 1.0})
@@ -225,6 +228,7 @@ def test_every_rank_writes_its_copy_of_a_checkpoint_while_the_next_step_trains(s
     write = leader.begin_save(Path("6"))
     assert leader.same(data)
     leader.train(data, Step(5), lambda: False)
+    assert second.trained.wait(LIMIT_S)  # the leader does not wait for the others
     trained = [("begin_save", "6"), ("train", 5, 6)]
     assert (first.calls, second.calls) == (trained, trained)
     first.released.set()
