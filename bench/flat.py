@@ -50,7 +50,7 @@ class Seen:
     store: list[int] = field(default_factory=list[int])
 
     def of(self, resource: str) -> tuple[float, float]:
-        """The medians of the second quarter and of the last."""
+        """The medians of the second quarter and of the last. A peak of a few samples does not count."""
         values: list[int] = getattr(self, resource)
         quarter = max(len(values) // 4, 1)
         return statistics.median(values[quarter : 2 * quarter]), statistics.median(values[-quarter:])

@@ -17,7 +17,8 @@ from hypothesis import settings
 from tests.object_store import S3Server, installed
 from tests.servers.ports import ReservedPort
 
-settings.register_profile("search", deadline=None)  # an example that waits for a processor is no failure
+# An example that waits for a processor is no failure.
+settings.register_profile("search", settings.get_profile("default"), deadline=None)
 settings.register_profile("tests", settings.get_profile("search"), derandomize=True, database=None)
 settings.load_profile("tests")
 

@@ -88,7 +88,7 @@ def open_memory(folder: Path, parameters: Parameters) -> Memory | None:
     must lie in memory, and it cannot be used."""
     if not may_use_memory(parameters):
         return None
-    make_folder(folder)  # else a run that starts now would remove the memory, as that of a deleted folder
+    make_folder(folder)  # a sweep removes memory whose folder on disk is missing
     try:
         return Memory(memory_folder.create(folder), parameters)
     except memory_folder.Unusable as error:

@@ -36,7 +36,7 @@ def kept(build: Build) -> Build:
         entry = folder() / _digest(build, seed, options)
         if (entry / "config.json").is_file():
             try:
-                os.utime(entry)  # before the copy, so that it is not the one used longest ago meanwhile
+                os.utime(entry)  # before the copy: the model used longest ago is deleted first
                 shutil.copytree(entry, directory)
             except OSError:  # another process deletes it at this moment
                 shutil.rmtree(directory, ignore_errors=True)

@@ -15,6 +15,6 @@ def sweep() -> None:
     folders in use: a relay survives its supervisor, and the disk of another container is not visible here.
     """
     for folder in list(memory_folder.disk_folders()):
-        run_dir = folder.parent.parent if folder.parent.name == "relays" else folder.parent
+        run_dir = folder.parent if folder.name == "parameters" else folder.parent.parent  # of a relay
         if (rundir.lost_supervisor(run_dir) or not folder.is_dir()) and memory_folder.remove(folder):
             log.info("removed %s, which a run left in memory that was killed", memory_folder.path_of(folder))

@@ -28,7 +28,7 @@ RUNS = Path("runs")
 _LOCK = ".lock"
 _POLL_INTERVAL_S = 0.1
 _LOCK_TIMEOUT_S = 2.0
-"""Time limit of attempts to lock: ``holder`` takes the lock for a moment to test it, longer on a loaded machine."""
+"""Time limit for locking. ``holder`` of another process may hold the lock briefly, longer on a loaded machine."""
 
 
 def choose(config: Config, given: Path | None, *, resume: bool) -> Path:
@@ -188,9 +188,9 @@ def claim(config: Config, run_dir: Path, *, resume: bool, command: str = "") -> 
     check_owner(run_dir)
     make_folder(run_dir, 0o700)
     with (run_dir / _LOCK).open("a+") as lock:
-        give_up_s = time.monotonic() + _LOCK_TIMEOUT_S
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
         while not _locked(lock):
-            if time.monotonic() > give_up_s:
+            if time.monotonic() > deadline:
                 lock.seek(0)
                 raise _running(run_dir, _process(lock))
             time.sleep(_POLL_INTERVAL_S)

@@ -159,7 +159,7 @@ class Supervisor:
 
     def _start_servers(self) -> None:
         self._phase = "starting servers"
-        self._show()  # servers that answer at once would skip the phase
+        self._show()  # the view would miss this phase where all servers reply at once
         for role in roles.servers(self._config, self._run_dir, self._session):
             self._start(role)
         for address in addresses(self._config, self._run_dir).all:

@@ -119,7 +119,7 @@ def test_a_forged_line_is_told_in_one_line_or_read(run_dir: Path, capsys: pytest
     def too_long(_: int, __: FrameType | None) -> None:
         raise AssertionError(f"{about} takes seconds")
 
-    # the time of its processor: a loaded machine may stop a test for seconds
+    # processor time, not time: a loaded machine may stop a test for seconds. A verb that only waits is not caught
     before = signal.signal(signal.SIGPROF, too_long), signal.getsignal(signal.SIGTERM)
     sample = random.Random(7).sample(list(mutations(LIFE)), 300)
     try:
@@ -136,7 +136,7 @@ def test_a_forged_line_is_told_in_one_line_or_read(run_dir: Path, capsys: pytest
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before[0])
-        signal.signal(signal.SIGTERM, before[1])  # top has set another one
+        signal.signal(signal.SIGTERM, before[1])  # top replaces the handler
 
 
 def test_each_rule_has_all_its_violations_beside_it(

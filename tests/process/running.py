@@ -112,7 +112,7 @@ class Run:
             time.sleep(0.05)
 
     def wait_for_second(self, name: str) -> None:
-        """Wait until a second process of this name has attached."""
+        """Wait until a process of this name has attached after the first one."""
         deadline = time.monotonic() + END_S
         while len({e["worker"] for e in self.events() if e["ev"] == "attach" and name_of(e["worker"]) == name}) < 2:
             assert self.process.poll() is None, f"ended early with {self.process.returncode}: {self.finish(5)}"
@@ -122,15 +122,17 @@ class Run:
     def drain(self, *guests: "subprocess.Popen[Any]") -> list[int]:
         """End the run as ``staleflow drain`` does; return the exit codes of the workers that were attached by hand.
 
-        The supervisor is stopped until they have exited: it ends the scheduler, which a slow one still needs.
+        The supervisor is stopped meanwhile: it would end the scheduler before a slow worker has detached.
         """
-        if guests:
-            self.process.send_signal(signal.SIGSTOP)
-        drain(self.run_dir)
-        codes = [guest.wait(END_S) for guest in guests]
-        if guests:
+        if not guests:
+            drain(self.run_dir)
+            return []
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            drain(self.run_dir)
+            return [guest.wait(END_S) for guest in guests]
+        finally:
             self.process.send_signal(signal.SIGCONT)
-        return codes
 
     def tally(self) -> Counter[str]:
         return Counter(e["ev"] for e in self.events())

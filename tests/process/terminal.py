@@ -114,6 +114,7 @@ class Terminal:
         deadline = time.monotonic() + timeout_s
         while words in self.text:
             assert time.monotonic() < deadline, f"{words!r} stays:\n{self.text}"
+            assert self.process.poll() is None, f"it ended:\n{self.text}"
             self.read(0.05)
 
     def until_written(self, what: bytes, times: int, timeout_s: float = 300.0) -> None:

@@ -1,6 +1,7 @@
 """A drained run ends like a run that has trained every step, and continues when it is resumed."""
 
 import contextlib
+import json
 import signal
 import subprocess
 import sys
@@ -12,9 +13,7 @@ import psutil
 import pytest
 
 import staleflow
-from staleflow.clients.admin import Admin
-from staleflow.configs.loading.load import addresses, load, read_run, write_resolved
-from staleflow.monitor.sources import phase_of
+from staleflow.configs.loading.load import load, read_run, write_resolved
 from staleflow.net.errors import Unavailable
 from tests.process.running import CONFIGS, END_S, Run, audited
 
@@ -161,9 +160,11 @@ def test_a_drained_run_whose_processes_were_started_by_hand_ends_too(by_hand: By
     by_hand.start("attach", "rollout")
     assert by_hand.ended("rollout") == {"rollout": 0}
     assert b"the run is over" in (run_dir / "rollout.txt").read_bytes()
-    with Admin(addresses(read_run(run_dir), run_dir).scheduler) as admin:
-        said = admin.status(120)
-    assert (phase_of(said), said.drained, said.closed, said.version) == ("drained", "night", True, at)
+    deadline = time.monotonic() + END_S
+    while (shown := cli("status", run_dir, "--json")).returncode != 0:  # within the command's time limit
+        assert time.monotonic() < deadline, shown.stderr
+    said = json.loads(shown.stdout)
+    assert (said["phase"], said["drained"], said["closed"], said["version"]) == ("drained", "night", True, at)
     for role in ("scheduler", "trajectories", "parameters"):
         by_hand.processes[role].send_signal(signal.SIGTERM)
     assert set(by_hand.ended("scheduler", "trajectories", "parameters").values()) == {0}

@@ -1,17 +1,19 @@
 """In a run with keys, all traffic uses CURVE, no received data becomes code, and no secret is ever visible."""
 
 import contextlib
+import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-import staleflow
 from staleflow.cli.main import main
 from staleflow.clients.admin import Admin
 from staleflow.net.errors import Refused
@@ -56,6 +58,7 @@ def test_a_run_with_keys_trains_unpickles_nothing_and_shows_no_secret(
     keys: Path,
     ports: list[int],
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     heard = run_dir.parent / "heard"
     monkeypatch.setenv("PYTHONPATH", str(HOOK), prepend=os.pathsep)
@@ -69,8 +72,7 @@ def test_a_run_with_keys_trains_unpickles_nothing_and_shows_no_secret(
         assert b"STALEFLOW_KEY" not in seen
         _strangers_stay_out(scheduler, keys)
         _a_worker_of_another_machine_joins(run, scheduler, keys)
-        with staleflow.connect(run_dir, timeout_s=120) as found:  # it finds the keys by the configuration
-            assert found.status()["security"] == "keys"
+        assert status(capsys, str(run_dir))["security"] == "keys"  # it finds the keys by the configuration
         run.drain()
         output = run.finish(END_S)
     assert run.process.returncode == 0, output
@@ -79,6 +81,17 @@ def test_a_run_with_keys_trains_unpickles_nothing_and_shows_no_secret(
     assert run.count("reject", code="denied", op="Drain") == 1
     _no_secret(secrets, run_dir, seen + output.encode())
     _nothing_became_code(heard.read_text())
+
+
+def status(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """Return what ``staleflow status`` prints, once the scheduler has answered within the command's time limit."""
+    deadline = time.monotonic() + END_S
+    capsys.readouterr()
+    while main(["status", *words, "--json"]) != 0:
+        assert time.monotonic() < deadline, capsys.readouterr().err
+        capsys.readouterr()
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
 
 
 def _shown(process: psutil.Process) -> bytes:
@@ -164,13 +177,12 @@ def test_no_server_starts_beyond_loopback_without_keys(
     assert not run_dir.exists()
 
 
-def test_insecure_is_loud(run_dir: Path, ports: list[int]) -> None:
+def test_insecure_is_loud(run_dir: Path, ports: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     first = ports[0]
     settings = [f"scheduler.bind=tcp://0.0.0.0:{first}", f"trainer.steps={STEPS}", "--insecure"]
     with Run(run_dir, "simulated.toml", *settings) as run:
         run.wait_for("consume", 2, END_S)
-        with Admin(f"tcp://127.0.0.1:{first}") as admin:
-            assert admin.status(120).security == "insecure"
+        assert status(capsys, "--connect", f"tcp://127.0.0.1:{first}")["security"] == "insecure"
         run.process.send_signal(signal.SIGINT)
         output = run.finish(END_S)
     assert run.process.returncode == 130, output

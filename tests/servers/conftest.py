@@ -22,7 +22,7 @@ async def make_run(short_dir: Path) -> AsyncIterator[Callable[..., Run]]:
         return runs[-1]
 
     yield make
-    async with contextlib.AsyncExitStack() as closing:  # all of them, even if one fails
+    async with contextlib.AsyncExitStack() as closing:  # closes every run even if one close fails
         for run in runs:
             closing.push_async_callback(run.close)
     assert failures == []  # exceptions raised in tasks that are not awaited

@@ -62,7 +62,7 @@ from staleflow.servers.trajectories import main as trajectories
 
 GROUP_SIZE = 2
 GIVE_UP_S = 100.0
-"""Time limit of a wait for what must happen; a process may take long to start, or to continue, on a loaded machine."""
+"""Time limit for an event that must happen; on a loaded machine, processes start and continue slowly."""
 ANY_MODEL = ModelLimits()
 _PROCESS = """
 import sys
@@ -85,7 +85,7 @@ def config_of(run_dir: Path, **sections: dict[str, Any] | list[dict[str, Any]]) 
         "staleness": {"max_staleness": 2},
         "rollout": {"engine": "simulated", "group_size": GROUP_SIZE, "max_new_tokens": 100_000},
         "trainer": {"backend": "simulated", "batch_size": 2, "steps": 10},
-        "scheduler": {"map_mb": 16, "lease_s": 600.0},  # nobody renews the leases of a test that waits
+        "scheduler": {"map_mb": 16, "lease_s": 600.0},  # a test that waits does not renew its leases
         "trajectories": {"map_mb": 16},
         "parameters": {"store": "disk"},  # tests look into the files
     }

@@ -28,7 +28,7 @@ def test_only_the_remains_of_the_dead_are_removed(tmp_path: Path, of: str, state
     folder.mkdir(parents=True)
     path = memory_folder.create(folder)
     (path / "0-0.bin").write_bytes(b"w")
-    (tmp_path / ".lock").write_text("of another program\n")  # beside the run directory, as pytest has one
+    (tmp_path / ".lock").write_text("of another program\n")  # in the folder above the run directory
     lock = tmp_path / "run" / ".lock"
     if state == "died":
         lock.write_text("1\n")
@@ -39,7 +39,7 @@ def test_only_the_remains_of_the_dead_are_removed(tmp_path: Path, of: str, state
             fcntl.flock(held, fcntl.LOCK_EX)
             held.write("1\n")
             held.flush()
-            if state == "running":  # it is locked from the first moment: runs of other tests sweep at any time
+            if state == "running":  # locked before it has this name: runs of other tests sweep at any time
                 os.rename(held.name, lock)
             sweep()
             if stays:

@@ -121,7 +121,7 @@ def test_whoever_looks_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.Monk
         attempts = iter(range(5))
 
         def looked(seconds: float) -> None:
-            """The other process waits for a processor meanwhile, and has looked before the sixth attempt."""
+            """Release the lock after five failed attempts."""
             if next(attempts) == 4:
                 fcntl.flock(looking, fcntl.LOCK_UN)
 

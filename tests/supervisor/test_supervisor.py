@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from staleflow.supervisor.drain import DRAIN_ORDER, TIMEOUTS_S
 from staleflow.trace.audit.report import audit
 
 pytestmark = pytest.mark.xdist_group("machine")
@@ -88,6 +89,10 @@ def start(short_dir: Path) -> Iterator[Start]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(family, timeout=120.0)
+
+
+def test_processes_that_write_no_checkpoint_are_stopped_within_ten_seconds() -> None:
+    assert sum(max(TIMEOUTS_S[kind] for kind in kinds) for kinds in DRAIN_ORDER) <= 10
 
 
 def test_a_run_ends_by_itself_with_a_summary(start: Start) -> None:

@@ -92,7 +92,7 @@ def wait_sealed_ahead(service: Service, batch: TrainBatch) -> None:
 
 
 def wait_ready_ahead(service: Service, batch: Batch) -> None:
-    """Wait until the batch after this one is sealed, or a group is ready for it: no engine needs a version for that."""
+    """Wait until the next batch is sealed or has a group: then its first micro-batch needs no new version."""
     deadline = time.monotonic() + LIMIT_S
     while not sealed_ahead(service, batch):
         used = {member["group"] for event in service.trace("seal") for member in event["members"]}
@@ -147,6 +147,7 @@ def test_the_next_batch_comes_while_the_version_is_being_published(service: Serv
 def test_a_streaming_trainer_gets_the_next_micro_batches_while_its_version_is_being_published(service: Service) -> None:
     with joined(service) as trainer:
         first, ahead = trainer.version, set[int]()
+        late = threading.Timer(LIMIT_S, release, (service,))  # else the test would hang where none comes
         for micro_batch in trainer.stream(first + 4):
             if micro_batch.header.step > trainer.version:
                 ahead.add(micro_batch.header.step)
@@ -156,7 +157,9 @@ def test_a_streaming_trainer_gets_the_next_micro_batches_while_its_version_is_be
                 if micro_batch.batch.step == int(first):
                     wait_ready_ahead(service, micro_batch.batch)
                     hold(service)  # until a micro-batch of the next step is here
+                    late.start()
                 trainer.begin_commit(Model(micro_batch.batch.step + 1).weights())
+        late.cancel()
         assert trainer.finish_commit() == first + 4
     assert first + 1 in ahead, "some micro-batches came before the version of the step before"
     assert [sha(service, first + n) for n in range(1, 5)] == [expected_sha(first + n) for n in range(1, 5)]

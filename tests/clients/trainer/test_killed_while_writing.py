@@ -35,7 +35,8 @@ def kill_while_it_writes(service: Service, trainer: "subprocess.Popen[bytes]") -
         if not begun(folder):
             continue
         for process in every:
-            process.suspend()
+            with suppress(psutil.NoSuchProcess):  # the next look finds that it ended
+                process.suspend()
         unfinished = begun(folder)
         if unfinished and not any((part / "checkpoint.json").exists() for part in unfinished):
             for process in every:
@@ -44,7 +45,8 @@ def kill_while_it_writes(service: Service, trainer: "subprocess.Popen[bytes]") -
             trainer.wait(LIMIT_S)
             return int(unfinished[0].name.partition(".")[0])
         for process in every:
-            process.resume()
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
     raise AssertionError(f"no checkpoint was seen half written in {LIMIT_S} s")
 
 

@@ -29,7 +29,7 @@ def ended(trainer: "subprocess.Popen[bytes]", within_s: float = LIMIT_S) -> int:
 def stopped(trainer: "subprocess.Popen[bytes]") -> int:
     """End a trainer with SIGTERM; return its exit code."""
     trainer.send_signal(signal.SIGTERM)
-    return ended(trainer, within_s=60.0)
+    return ended(trainer, within_s=120.0)
 
 
 def surviving_steps(service: Service) -> list[int]:

@@ -18,7 +18,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     monkeypatch.setattr(weights, "CHUNK_BYTES", 50_000)
     monkeypatch.setattr(weights, "SPAN_BYTES", 50_000)
     monkeypatch.setattr(relay, "JOIN_INTERVAL_S", 0.05)
-    monkeypatch.setattr(relay, "MAPPED_TIMEOUT_S", 60.0)  # tests ask once
+    monkeypatch.setattr(relay, "MAPPED_TIMEOUT_S", 60.0)  # these tests send each request once; a client would retry
     monkeypatch.setattr(relay, "boot_id", lambda: RELAY_HOST)
     monkeypatch.setattr(tree, "is_loopback", str.isspace)  # always False: relays are reachable from everywhere
     monkeypatch.setattr(tree, "ROOT_READERS", 0)

@@ -167,7 +167,7 @@ async def test_a_silent_instance_gets_nothing_and_is_welcome_when_it_is_back(wor
     await cast.instance.until_held(2)
     cast.instance.client.close()
     await world.until("instances", [])
-    assert (await world.until_why("no rollout worker is attached"))["ledger"]["leased"] == 4
+    assert (await world.until("why", "no rollout worker is attached"))["ledger"]["leased"] == 4
     cast.instance.client = world.client(cast.instance.worker)
     await cast.instance.until_held(4)
     world.stop()
@@ -242,17 +242,17 @@ async def test_who_may_attach(world: World) -> None:
 
 
 async def test_the_scheduler_says_whom_it_waits_for(world: World) -> None:
-    await world.until_why("trajectory server 0 has not attached")
+    await world.until("why", "trajectory server 0 has not attached")
     cast = Cast(world)
     await cast.shard.attach()
-    await world.until_why("the parameter server has not attached")
+    await world.until("why", "the parameter server has not attached")
     await cast.parameters.attach()
-    await world.until_why("no trainer has joined")
+    await world.until("why", "no trainer has joined")
     await cast.trainer.attach()
     await cast.trainer.join()
     await world.until_why("version 0 is still to be published")
     await cast.trainer.publish(0)
-    await world.until_why("no rollout worker is attached")
+    await world.until("why", "no rollout worker is attached")
     await cast.instance.attach()
     assigns = await cast.instance.until_held(4)
     await cast.shard.operate(*(cast.shard.push(assign, cast.instance.worker) for assign in assigns[:2]))

@@ -19,7 +19,6 @@ async def test_a_relay_lends_versions_from_memory_and_removes_them_at_its_end(
     await trainer.publish(0, LARGE)
     grown = Grown(run)
     disk = folder_of(run.run_dir, "relay-0")
-    disk.mkdir(parents=True)  # as its process does before it stores anything
     try:
         await grown.grow("relay-0")
         found, mapped = await pulled(grown.reader())

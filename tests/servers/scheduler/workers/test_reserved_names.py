@@ -261,7 +261,7 @@ async def test_after_a_restart_nobody_takes_the_name_of_a_server_that_is_not_bac
         return given
 
     async def refused() -> bool:
-        """ZeroMQ closes the listener in a thread of its own."""
+        """Return True once the port is closed; ZeroMQ closes it in a thread of its own."""
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", ports[0])) != 0
 

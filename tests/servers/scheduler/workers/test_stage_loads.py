@@ -151,9 +151,9 @@ async def test_a_group_that_pins_a_step_is_said_to_be_in_its_stage(world: World)
     newer = await cast.instance.until_held(2)
     await cast.shard.finish(newer[:2], cast.instance.worker)
     said = f"step 1 waits for 2 groups of version 0 ({old[3].group} and {old[2].group}), in "
-    await world.until_why(f"{said}stages; policy: wait")
+    await world.until("why", f"{said}stages; policy: wait")
     report = StageLoads(shard=0, loads=[load("reward", 2, 0, old[2].group, old[3].group)], used_share=0.25)
     await cast.shard.client.ask(report, Done)
-    values = await world.until_why(f"{said}the stage reward; policy: wait")
+    values = await world.until("why", f"{said}the stage reward; policy: wait")
     assert [group["stages"] for group in values["pinned"]["groups"]] == [["reward"]] * 2
     assert values["shards"][0] == {"shard": 0, "used_share": 0.25, "full": ""}

@@ -1,6 +1,7 @@
 """A pace for vLLM's engine core, which is another process and would get ahead of a test that stands still."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import pytest_asyncio
@@ -23,6 +24,7 @@ async def paced() -> AsyncIterator[None]:
     permitting = asyncio.ensure_future(permit())
     yield
     permitting.cancel()
-    await asyncio.gather(permitting, return_exceptions=True)
+    with contextlib.suppress(asyncio.CancelledError):
+        await permitting
     STEP.unlink(missing_ok=True)
     FOLDER.rmdir()
