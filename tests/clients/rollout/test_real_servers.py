@@ -160,7 +160,7 @@ def test_a_signal_ends_a_worker_that_waits_for_its_run(tmp_path: Path) -> None:
     configured(tmp_path / "run", tmp_path / "model", engine="simulated")
     with process("attach", "rollout", "--run-dir", str(tmp_path / "run"), "--name", "rollout-0") as worker:
         log = tmp_path / "run" / "logs" / "rollout-0.log"
-        asyncio.run(until(log.exists, 120))  # the start of a process takes seconds
+        asyncio.run(until(lambda: log.exists() and "waiting for the scheduler" in log.read_text(), 120))
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(60) == 0
 
