@@ -4,14 +4,13 @@
     python -m bench.flat --trajectories 1000000          the long one
 
 A scheduler, one trajectory server and the parameter server run as processes of their own; ``flat_load`` plays all other
-roles. After a warm-up of a quarter, the median of the last quarter is compared with that of the second. The
+roles. After a warm-up of a quarter, the maximum of the last quarter is compared with the maximum of the second. The
 trace and the metrics are logs and grow by design: their bytes a trajectory are printed beside it. Exit 1 when any other
 resource grows.
 """
 
 import argparse
 import asyncio
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -49,11 +48,11 @@ class Seen:
     files: list[int] = field(default_factory=list[int])
     store: list[int] = field(default_factory=list[int])
 
-    def of(self, resource: str) -> tuple[float, float]:
-        """The medians of the second quarter and of the last. A peak of a few samples does not count."""
+    def of(self, resource: str) -> tuple[int, int]:
+        """The maximum of the second quarter and of the last."""
         values: list[int] = getattr(self, resource)
         quarter = max(len(values) // 4, 1)
-        return statistics.median(values[quarter : 2 * quarter]), statistics.median(values[-quarter:])
+        return max(values[quarter : 2 * quarter]), max(values[-quarter:])
 
     def grown(self) -> list[str]:
         """Resources that are not flat."""
@@ -61,7 +60,7 @@ class Seen:
         for resource, (factor, amount) in ROOM.items():
             before, after = self.of(resource)
             if after > before * factor + amount:
-                result.append(f"{resource} grew from {before:.0f} to {after:.0f}")
+                result.append(f"{resource} grew from {before} to {after}")
         return result
 
 
@@ -122,7 +121,7 @@ def main() -> None:
         flat = measure(Path(folder) / "run", asked.trajectories)
     table = Table("server", *(f"{resource}, {when}" for resource in ROOM for when in ("second quarter", "last")))
     for name, observed in flat.servers.items():
-        cells = [f"{value:,.0f}" for resource in ROOM for value in observed.of(resource)]
+        cells = [f"{value:,}" for resource in ROOM for value in observed.of(resource)]
         table.add_row(name, *cells)
     console = Console(width=140)
     console.print(table)

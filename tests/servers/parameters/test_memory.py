@@ -216,7 +216,6 @@ def test_a_version_is_never_in_two_places(disk: Path, monkeypatch: pytest.Monkey
 
 def test_files_may_be_deleted_while_the_free_memory_is_measured(disk: Path) -> None:
     """The deletion of old versions after a restart runs beside the first publish."""
-    disk.mkdir()
     memory = open_memory(disk, Parameters())
     assert memory is not None
     files = [memory.folder / f"gone-{number}.part" for number in range(3000)]
